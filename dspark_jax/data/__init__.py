@@ -1,0 +1,1 @@
+"""From prompts to token rows: prompts, chat templates and loss masks, responses, batches."""
