@@ -1,0 +1,1 @@
+"""Weights in and out: names, safetensors, the bundled target, where a target is found."""

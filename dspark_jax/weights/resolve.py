@@ -1,0 +1,85 @@
+"""From the name of a target in a config to a model directory on this machine."""
+
+import json
+from pathlib import Path
+
+from dspark_jax.core.errors import UserError
+from dspark_jax.weights.gguf import unpack_bundled
+
+_BUNDLED = ("smollm2", "bundled:smollm2")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]  # weights and tokenizer
+_NOT_FILES = ["original/*", "onnx/*", "consolidated*"]  # second copies of the same weights
+
+
+def is_bundled(name: str) -> bool:
+    """Whether `name` means the target that comes with a pip package (see gguf.py)."""
+    return name in _BUNDLED
+
+
+def resolve_target(name: str) -> Path:
+    """The model directory that `name` means.
+
+    Args:
+        name: "smollm2" or "bundled:smollm2"; a folder with a `config.json`; or a hub id such as
+            "Qwen/Qwen3-4B" (downloaded into the hub's own cache: weights, configs, tokenizer).
+
+    Raises:
+        UserError: no such target; the line says what was tried.
+    """
+    if is_bundled(name):
+        return unpack_bundled()
+    if name.startswith("bundled:"):
+        raise UserError(f"no bundled target {name!r}: the only one is 'bundled:smollm2'")
+    if not name.strip():
+        raise UserError("the target has no name: give 'smollm2', a model folder or a hub id")
+    folder = Path(name).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"target {name!r}: no config.json there; give a model folder")
+        return folder
+    if not _may_be_hub_id(name):
+        raise UserError(f"target {name!r}: no such folder; give a model folder or a hub id")
+    return _download(name)
+
+
+def _may_be_hub_id(name: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not name.startswith("~")
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_NOT_FILES))
+    except Exception as error:  # whatever the network, the hub or the disk answers: one line
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise UserError(
+            f"target {name!r}: no such local folder, and the download from the hub failed "
+            f"({type(error).__name__}: {reason}); check the name, the network and HF_TOKEN / "
+            "HF_HUB_OFFLINE, or give a local model folder or 'smollm2'"
+        ) from error
+    missing = _missing(path)
+    if missing:  # offline, the hub's cache hands out half a download without complaint
+        raise UserError(
+            f"target {name!r}: {missing} is missing in {path}; the download was cut short or the "
+            "model has no safetensors: download it again online or give a local model folder"
+        )
+    return path
+
+
+def _missing(path: Path) -> str | None:
+    """The first file that a complete model directory would have and `path` has not."""
+    index = path / "model.safetensors.index.json"
+    needed = {"config.json"}
+    if index.is_file():
+        needed |= set(json.loads(index.read_text())["weight_map"].values())
+    elif not any(path.glob("*.safetensors")):
+        needed.add("model.safetensors")
+    return next((file for file in sorted(needed) if not (path / file).is_file()), None)
