@@ -121,8 +121,9 @@ TOPIC_GROUPS = (
     (
         "photosynthesis", "gravity", "evaporation", "electricity", "magnetism", "friction",
         "evolution", "the water cycle", "a solar eclipse", "the greenhouse effect", "erosion",
-        "radioactivity", "plate tectonics", "the immune system", "digestion", "respiration", "a rainbow",
+        "plate tectonics", "the immune system", "digestion", "respiration", "a rainbow",
         "the tides", "an earthquake", "a volcano", "a black hole", "the food chain",
+        "radioactivity",
     ),
     (
         "a variable", "a loop", "recursion", "a compiler", "an operating system", "a database",
