@@ -1,6 +1,7 @@
 """From the name of a target in a config to a model directory on this machine."""
 
 import json
+import re
 from pathlib import Path
 
 from dspark_jax.core.errors import UserError
@@ -59,7 +60,7 @@ def _download(name: str) -> Path:
     try:
         path = Path(snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_NOT_FILES))
     except Exception as error:  # whatever the network, the hub or the disk answers: one line
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        reason = re.split(r"\.?\s*\n|\.\s", str(error).strip())[0]  # its first sentence
         raise UserError(
             f"target {name!r}: no such local folder, and the download from the hub failed "
             f"({type(error).__name__}: {reason}); check the name, the network and HF_TOKEN / "
