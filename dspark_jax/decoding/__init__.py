@@ -1,0 +1,1 @@
+"""Drawing tokens, verifying drafts, speculative rounds, schedulers, calibration, the engine."""

@@ -1,0 +1,263 @@
+"""From logits to a token: one distribution, one draw and one way to make keys, for p and for q.
+
+Speculative decoding is lossless only if the draft distribution q that enters the acceptance test
+is the very distribution the draft was drawn from. So `sample` returns token and distribution
+together, and drafter and target both go through `distribution`.
+"""
+
+import dataclasses
+import enum
+import secrets
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.core.errors import UserError
+
+
+class Purpose(enum.IntEnum):
+    """What a random number is for; part of its key."""
+
+    PROPOSE = 0  # the drafter's token
+    ACCEPT = 1  # the uniform of the acceptance test
+    TARGET = 2  # the target's own token: residual, bonus or plain decoding, one per position
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How each row of a batch samples. Build it with `make`, which checks and broadcasts.
+
+    The two static fields are promises about the whole batch that let the compiler drop work: a
+    jitted function is compiled once for each of their values.
+    """
+
+    temperature: jax.Array  # f32[B], 0 = greedy
+    top_k: jax.Array  # i32[B], 0 = off
+    top_p: jax.Array  # f32[B], 1 = off
+    seed: jax.Array  # u32[B], one per request
+    greedy: bool = dataclasses.field(default=False, metadata={"static": True})
+    filtered: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    @staticmethod
+    def make(
+        batch: int,
+        temperature: float | Sequence[float] = 1.0,
+        top_k: int | Sequence[int] = 0,
+        top_p: float | Sequence[float] = 1.0,
+        seeds: int | None | Sequence[int | None] = None,
+    ) -> "SamplingParams":
+        """Checks the options and broadcasts each scalar to `batch` rows.
+
+        A seed of None is drawn from the operating system, so that unseeded requests differ. One
+        number for `seeds` is the seed of every row: the same prompt then gives the same text.
+
+        Raises:
+            UserError: an option out of its range, or a sequence whose length is not `batch`.
+        """
+        if batch < 1:
+            raise UserError(f"sampling: batch is {batch}, give at least one row")
+        temperatures = _column("temperature", temperature, batch, np.float64)
+        top_ks = _column("top_k", top_k, batch, np.int64)
+        top_ps = _column("top_p", top_p, batch, np.float64)
+        seeds = [seeds] * batch if seeds is None or np.ndim(seeds) == 0 else list(seeds)
+        seeds = [secrets.randbits(32) if seed is None else seed for seed in seeds]
+        seed_column = _column("seeds", seeds, batch, np.int64)
+        _require("temperature", temperatures, (temperatures >= 0) & np.isfinite(temperatures),
+                 "0 (greedy) or more, and finite")  # fmt: skip
+        _require("top_k", top_ks, (top_ks >= 0) & (top_ks < 2**31), "0 (off) or a positive count")
+        _require("top_p", top_ps, (top_ps > 0) & (top_ps <= 1), "above 0 and at most 1 (off)")
+        _require("seeds", seed_column, (seed_column >= 0) & (seed_column < 2**32), "0 to 2**32-1")
+        sampled = temperatures.astype(np.float32) > 0
+        return SamplingParams(
+            temperature=jnp.asarray(temperatures, jnp.float32),
+            top_k=jnp.asarray(top_ks, jnp.int32),
+            top_p=jnp.asarray(top_ps, jnp.float32),
+            seed=jnp.asarray(seed_column, jnp.uint32),
+            greedy=not sampled.any(),
+            filtered=bool((sampled & ((top_ks > 0) | (top_ps < 1))).any()),
+        )
+
+    def distribution(self, logits: jax.Array) -> jax.Array:
+        """`distribution` of logits [B, ..., V] under each row's options: f32[B, ..., V]."""
+        options = (
+            option.reshape(option.shape + (1,) * (logits.ndim - 2))
+            for option in (self.temperature, self.top_k, self.top_p)
+        )
+        return distribution(logits, *options, greedy=self.greedy, filtered=self.filtered)
+
+
+def distribution(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    *,
+    greedy: bool = False,
+    filtered: bool = True,
+) -> jax.Array:
+    """The distribution that is sampled from: softmax(logits / temperature), filtered, float32.
+
+    Order: temperature, then top-k, then top-p over what top-k left. Top-k keeps exactly k tokens
+    and top-p the smallest prefix of the descending order whose mass reaches p, at least one
+    token; ties go to the lowest id. Temperature 0 is all mass on the argmax.
+
+    Args:
+        logits: [..., V] of any float dtype; -inf is a token that must not be drawn. A row that is
+            not `rows_finite` gives NaN, or some one-hot where the temperature is 0.
+        temperature: f32[...], broadcast against the leading axes of the logits; 0 is greedy.
+        top_k: i32[...], 0 is off.
+        top_p: f32[...], 1 is off.
+        greedy: static promise that every temperature is 0: no softmax.
+        filtered: False is a static promise that no row uses top-k or top-p: no sort.
+
+    Returns:
+        f32[..., V].
+    """
+    logits = logits.astype(jnp.float32)
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    if greedy:
+        return best
+    temperature, top_k, top_p = (
+        jnp.asarray(option)[..., None] for option in (temperature, top_k, top_p)
+    )
+    # Shifting before the division keeps a tiny temperature from overflowing to inf - inf.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = shifted / jnp.where(temperature > 0, temperature, 1.0)
+    if filtered:
+        scaled = jnp.where(_kept(scaled, top_k, top_p), scaled, -jnp.inf)
+    return jnp.where(temperature > 0, jax.nn.softmax(scaled, axis=-1), best)
+
+
+def rows_finite(logits: jax.Array) -> jax.Array:
+    """Whether a token may be drawn from each row: bool[...] of [..., V] logits or probabilities.
+
+    False for a row with NaN or +inf in it and for one that is -inf throughout. NaN logits turn
+    into ordinary-looking tokens everywhere downstream, so whoever runs a model checks this.
+    """
+    return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum carries NaN and +inf
+
+
+def purpose_key(
+    seed: jax.Array, position: jax.Array, purpose: Purpose, slot: jax.Array | int = 0
+) -> jax.Array:
+    """The random key for one decision of one request: keys[...], from broadcast arguments.
+
+    Nothing but these values enters, so what a request gets does not depend on its row, on its
+    neighbours or on how many rounds were run before.
+
+    Args:
+        seed: u32[...], the request's.
+        position: i32[...], the absolute position of the token being decided. For PROPOSE the
+            position of the round's anchor, with the slot beside it: a position that is drafted
+            again after a rejection then gets fresh noise. With the old noise, a scheduler that
+            looks at confidences of earlier rounds would have seen the token it is about to admit.
+        purpose: what the key is for.
+        slot: i32[...], the slot of the block, for PROPOSE only.
+    """
+
+    def key(seed, position, slot):
+        # The generator is named, so that a changed jax default changes nobody's text.
+        base = jax.random.key(seed, impl="threefry2x32")
+        for part in (position, int(purpose), slot):
+            base = jax.random.fold_in(base, part)
+        return base
+
+    seed, position, slot = jnp.broadcast_arrays(jnp.asarray(seed, jnp.uint32), position, slot)
+    for _ in range(seed.ndim):
+        key = jax.vmap(key)
+    return key(seed, position, slot)
+
+
+def uniform(keys: jax.Array) -> jax.Array:
+    """One uniform in [0, 1) per key, f32[...]: 0 possible, 1 not, resolved to 2**-46 near 0.
+
+    jax's own uniform knows only multiples of 2**-23, which would accept a token of ratio 1e-10
+    a thousand times too often.
+    """
+
+    def one(key):
+        high, low = jax.random.uniform(key, (2,), jnp.float32)
+        return jnp.minimum(high + low * 2.0**-23, 1 - 2.0**-24)
+
+    for _ in range(keys.ndim):
+        one = jax.vmap(one)
+    return one(keys)
+
+
+def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
+    """One token per row, i32[...], of probs f32[..., V] (need not sum to 1) and keys [...].
+
+    Gumbel noise of the high range: with jax's default, tokens of probability below 1e-7 are never
+    drawn at all. A token of probability 0 never is; a row of zeros or NaN gives id 0 or the first
+    NaN's, never an id outside the vocabulary.
+    """
+
+    def one(probs, key):
+        noise = jax.random.gumbel(key, probs.shape, jnp.float32, mode="high")
+        score = jnp.where(probs > 0, jnp.log(probs) + noise, -jnp.inf)
+        return jnp.argmax(score, axis=-1).astype(jnp.int32)
+
+    for _ in range(keys.ndim):
+        one = jax.vmap(one)
+    return one(probs.astype(jnp.float32), keys)
+
+
+def sample(
+    logits: jax.Array, params: SamplingParams, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws a token per row and returns it with the distribution it was drawn from.
+
+    Args:
+        logits: [B, V], any float dtype.
+        params: the rows' options.
+        keys: [B], from `purpose_key`; unused by a purely greedy batch.
+
+    Returns:
+        tokens i32[B] and probs f32[B, V].
+    """
+    probs = params.distribution(logits)
+    if params.greedy:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), probs
+    return draw(probs, keys), probs
+
+
+def _kept(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Which tokens survive top-k and top-p: bool[..., V]. Options are [..., 1]."""
+    vocab = scaled.shape[-1]
+    descending = jnp.sort(scaled, axis=-1, descending=True)
+    count = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
+    in_top_k = jnp.arange(vocab) < count
+    mass = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
+    before = jnp.cumsum(mass, axis=-1) - mass
+    # top_p = 1 is exact only by exception: rounded sums reach 1 before the last token.
+    in_top_p = (before < top_p) | (top_p >= 1)
+    count = jnp.sum(in_top_k & in_top_p, axis=-1, keepdims=True)  # both are prefixes
+    # Back to vocabulary order with one sort: everything above the last kept value, and of its
+    # equals as many as still fit, lowest ids first.
+    last = jnp.take_along_axis(descending, jnp.maximum(count, 1) - 1, axis=-1)
+    above = scaled > last
+    room = jnp.maximum(count, 1) - jnp.sum(above, axis=-1, keepdims=True)
+    equal = scaled == last
+    return above | (equal & (jnp.cumsum(equal, axis=-1) <= room))
+
+
+def _column(name: str, value, batch: int, dtype) -> np.ndarray:
+    column = np.asarray(value)
+    if column.ndim and column.shape != (batch,):
+        raise UserError(f"sampling: {name} has shape {column.shape}, give one value or {batch}")
+    try:
+        exact = column.astype(dtype)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"sampling: {name} is {value!r}, give numbers") from None
+    if dtype is np.int64 and not np.array_equal(exact, column):
+        raise UserError(f"sampling: {name} is {value!r}, give whole numbers")
+    return np.broadcast_to(exact, (batch,))
+
+
+def _require(name: str, column: np.ndarray, good: np.ndarray, wanted: str) -> None:
+    if not good.all():
+        row = int(np.argmin(good))
+        raise UserError(f"sampling: {name} is {column[row]} in row {row}, give {wanted}")
