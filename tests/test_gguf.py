@@ -23,6 +23,12 @@ TEXTS = [
     "it's we'll THEY'VE <|im_start|> <not a token>",
 ]
 
+PLAIN_ENGLISH = (
+    "The quick brown fox jumps over the lazy dog. Photosynthesis is the process by which green "
+    "plants use sunlight to make food from carbon dioxide and water. One, two, three, four, five, "
+    "six, seven, eight, nine, ten."
+)
+
 
 @pytest.fixture(scope="module")
 def tokenizer(bundled_dir):
@@ -74,6 +80,7 @@ def test_tokenizer_agrees_with_llama_cpp(tokenizer, gguf_path):
     for text in TEXTS:
         expected = peer.tokenize(text.encode(), add_bos=False, special=True)
         assert tokenizer(text).input_ids == expected, text
+    peer.close()  # at interpreter exit it would print a traceback
 
 
 def test_special_tokens_and_chat_template(tokenizer):
@@ -153,6 +160,11 @@ def test_torch_loads_it_and_it_knows_france(bundled_dir, tokenizer):
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0])
+
+    # it says so even with q/k rows in llama.cpp's order; the loss tells (2.0 right, 3.9 wrong)
+    tokens = tokenizer(PLAIN_ENGLISH, return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert model(tokens, labels=tokens).loss < 2.5
 
 
 def test_processes_that_start_together_share_one_result(own_cache):
