@@ -1,0 +1,241 @@
+"""Every option of a run as frozen dataclasses; config files hold the same names as plain values.
+
+`from_mapping` turns the (ml_collections) mapping of a config file into `RunConfig` and refuses
+unknown fields and wrong types by their dotted name.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from dspark_jax.core.errors import UserError
+
+MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices: `fsdp` shards batch and weights, `tp` heads, MLP and vocabulary. -1 = the rest."""
+
+    fsdp: int = -1
+    tp: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Prompts, the responses the target gives to them, and how rows are cut.
+
+    Attributes:
+      prompts: file(s), hub id, "generator:N" or "magpie:N" (see data/prompts.py).
+      limit: at most so many prompts (0 = all).
+      path: folder of the prepared data set ("" = WORKDIR/data).
+      temperature, top_p: of the responses; several `samples` are drawn per prompt.
+      max_prompt_tokens: longer prompts are dropped, and counted.
+      max_new_tokens: of one response.
+      generation_batch: prompts decoded together.
+      sequence_length: tokens of a packed training row.
+      validation_fraction: share of documents kept for validation (chosen by hash of the row id).
+    """
+
+    prompts: str
+    limit: int = 0
+    path: str = ""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    samples: int = 1
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 256
+    generation_batch: int = 32
+    sequence_length: int = 512
+    validation_fraction: float = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """The drafter's shape. Taps and mask id have no default: guessing them is a known fault.
+
+    Attributes:
+      target_layer_ids: tapped layers, 0-based: i = output of decoder layer i, -1 = embeddings.
+      mask_token_id: row of the target's embedding fed to the slots after the anchor.
+      block_size: slots of a block (gamma for anchor-first, gamma + 1 for fill-in).
+      num_layers: decoder layers of the parallel backbone.
+      markov_head: none, vanilla, gated or rnn; markov_rank its rank R.
+      confidence_head: predict the acceptance of each slot; `confidence_with_markov` also shows it
+        the previous token's Markov row; `confidence_detach` keeps its gradient from the backbone.
+      sample_from_anchor: True = slot k proposes the token at anchor+k+1 (DSpark), False = fill-in,
+        slot k proposes anchor+k and slot 0 nothing (original DFlash). One flag for labels,
+        previous tokens, decay, decoding and export.
+      intermediate_size, num_heads, num_kv_heads, head_dim: 0 = the target's.
+      init: "normal" = N(0, 0.02) everywhere (DeepSpec).
+      dtype: compute dtype; parameters are always float32.
+    """
+
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    block_size: int = 7
+    num_layers: int = 5
+    markov_head: str = "vanilla"
+    markov_rank: int = 256
+    confidence_head: bool = True
+    confidence_with_markov: bool = True
+    confidence_detach: bool = False
+    sample_from_anchor: bool = True
+    intermediate_size: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        check_choice("drafter.markov_head", self.markov_head, MARKOV_HEADS)
+        check_choice("drafter.dtype", self.dtype, ("float32", "bfloat16"))
+        if (self.markov_head == "none") != (self.markov_rank == 0):
+            raise UserError(
+                f"drafter.markov_head={self.markov_head!r} with drafter.markov_rank="
+                f"{self.markov_rank}: use rank 0 with head 'none', a positive rank otherwise"
+            )
+        least = 1 if self.sample_from_anchor else 2
+        if self.block_size < least:
+            raise UserError(f"drafter.block_size={self.block_size}: at least {least}")
+        if self.num_layers < 1:
+            raise UserError(f"drafter.num_layers={self.num_layers}: at least 1")
+
+    @property
+    def num_proposals(self) -> int:
+        """Tokens proposed per round: every slot, or all but slot 0 in fill-in mode."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Weights of the three terms and the decay over slots (algorithm: paper section 3.3)."""
+
+    ce: float = 0.1
+    l1: float = 0.9
+    confidence: float = 1.0
+    decay: float = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The optimizer recipe and the loop.
+
+    Attributes:
+      global_batch_size: packed rows per update, over all devices and accumulation steps.
+      accumulation: micro-batches per update; the result does not depend on it.
+      num_anchors: at most so many anchors per row.
+      num_steps: updates; 0 = `num_epochs` over the data.
+      minutes: stop early after so much wall-clock time (0 = never); the learning rate follows
+        the time used, so that the schedule ends at 0 all the same.
+      loss_chunk: slots whose logits exist at once.
+    """
+
+    global_batch_size: int = 512
+    accumulation: int = 1
+    num_anchors: int = 512
+    num_steps: int = 0
+    num_epochs: int = 10
+    minutes: float = 0.0
+    learning_rate: float = 6e-4
+    warmup_fraction: float = 0.04
+    weight_decay: float = 0.0
+    adam_b1: float = 0.9
+    adam_b2: float = 0.999
+    clip_norm: float = 1.0
+    log_every: int = 10
+    validate_every: int = 200
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 2
+    validation_rows: int = 16
+    loss_chunk: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """Defaults of `evaluate` and `generate`; flags of those commands override them."""
+
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    prompts_per_set: int = 32
+    prompts: str = "generator:32"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A whole run: what `configs/*.py` return, checked."""
+
+    target: str
+    data: DataConfig
+    drafter: DrafterConfig
+    seed: int = 0
+    target_dtype: str = "bfloat16"
+    mesh: MeshConfig = MeshConfig()
+    loss: LossConfig = LossConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    def __post_init__(self) -> None:
+        check_choice("target_dtype", self.target_dtype, ("float32", "bfloat16"))
+        t = self.train
+        if t.global_batch_size % t.accumulation:
+            raise UserError(
+                f"train.global_batch_size={t.global_batch_size} is not a multiple of "
+                f"train.accumulation={t.accumulation}"
+            )
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses a value outside `choices`, by name."""
+    if value not in choices:
+        raise UserError(f"{name}={value!r}: must be one of {', '.join(choices)}")
+
+
+def from_mapping(cls: type, mapping: Mapping[str, Any], prefix: str = "config") -> Any:
+    """Builds the dataclass `cls` from nested mappings, without any silent cast.
+
+    Integers are taken where floats are asked for and lists where tuples are; nothing else is
+    converted.
+
+    Raises:
+      UserError: naming the dotted field that is unknown, missing or of the wrong type.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(mapping) - set(fields))
+    if unknown:
+        raise UserError(f"{prefix}.{unknown[0]}: no such field; there are {', '.join(fields)}")
+    values = {}
+    for name, field in fields.items():
+        if name not in mapping:
+            if field.default is dataclasses.MISSING:
+                raise UserError(f"{prefix}.{name} is required: set it in the config file")
+            continue
+        values[name] = _checked(hints[name], mapping[name], f"{prefix}.{name}")
+    return cls(**values)
+
+
+def _checked(hint: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{name}={value!r}: must be a group of fields")
+        return from_mapping(hint, value, name)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        return None if value is None else _checked(options[0], value, name)
+    if origin is tuple:
+        if not isinstance(value, (tuple, list)):
+            raise UserError(f"{name}={value!r}: must be a tuple")
+        return tuple(_checked(typing.get_args(hint)[0], item, name) for item in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise UserError(f"{name}={value!r}: must be {hint.__name__}, is {type(value).__name__}")
+    return value
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The dataclass as nested plain values, for WORKDIR/config.json."""
+    return dataclasses.asdict(config)

@@ -1,0 +1,1 @@
+"""The target, the drafters and what they share: cache, layers, heads."""

@@ -1,0 +1,69 @@
+"""The functional key/value cache: rows of one length each, rollback by not advancing it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.core.sharding import spec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of one layer.
+
+    Heads come before positions and keys are stored transposed, so that neither product of
+    attention transposes the cache (on a CPU the other layout is six times slower).
+    """
+
+    k: jax.Array  # [B, K, H, S]
+    v: jax.Array  # [B, K, S, H]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """All layers and the valid length of every row; rows past it may hold anything."""
+
+    layers: tuple[LayerCache, ...]
+    length: jax.Array  # i32[B]
+
+    @property
+    def capacity(self) -> int:
+        """Positions a row can hold."""
+        return self.layers[0].v.shape[2]
+
+    @classmethod
+    def zeros(
+        cls, num_layers: int, batch: int, capacity: int, num_kv_heads: int, head_dim: int, dtype
+    ) -> "KVCache":
+        """An empty cache on the current mesh."""
+        v_shape = (batch, num_kv_heads, capacity, head_dim)
+        k_shape = (batch, num_kv_heads, head_dim, capacity)
+
+        def empty(shape: tuple[int, ...]) -> jax.Array:
+            return jnp.zeros(shape, dtype, out_sharding=spec("batch", "heads", None, None))
+
+        layers = tuple(LayerCache(empty(k_shape), empty(v_shape)) for _ in range(num_layers))
+        return cls(layers, jnp.zeros((batch,), jnp.int32, out_sharding=spec("batch")))
+
+    def advance(self, count: jax.Array) -> "KVCache":
+        """Commits `count` i32[B] more positions of every row."""
+        return dataclasses.replace(self, length=self.length + count)
+
+
+def write(cache: LayerCache, k: jax.Array, v: jax.Array, at: jax.Array) -> LayerCache:
+    """Writes keys [B, K, H, T] and values [B, K, T, H] at positions `at` i32[B] onward.
+
+    The caller guarantees at + T <= capacity: dynamic_update_slice would silently move its start
+    back and overwrite older rows.
+    """
+
+    def keys(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, 0, start))
+
+    def values(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, start, 0))
+
+    return LayerCache(jax.vmap(keys)(cache.k, k, at), jax.vmap(values)(cache.v, v, at))

@@ -1,0 +1,190 @@
+"""What the target and the drafters have in common: norm, RoPE, attention, MLP.
+
+Weights are stored [out, in], the layout of the checkpoint files, with heads unfolded
+([K, Q, H, D] instead of [N*H, D]): reading and writing files is a reshape, never a transpose.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dspark_jax.core.sharding import einsum, param
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base, scaling kind and its parameters (names of transformers)."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # default, linear, llama3, yarn
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0  # 0 = derived from the factor (yarn)
+    partial_rotary_factor: float = 1.0
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies f32[rotary/2] and the factor on cos and sin.
+
+    Computed in float64 on the host and kept in float32: bf16-rounded frequencies are 0.6 rad off
+    at distance 512 (a fault of a public trainer). Formulas: transformers modeling_rope_utils.
+    """
+    dim = int(head_dim * rope.partial_rotary_factor)
+    inv = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    scale = 1.0
+    if rope.kind == "linear":
+        inv = inv / rope.factor
+    elif rope.kind == "llama3":
+        wavelength = 2 * math.pi / inv
+        low = rope.original_max_position / rope.low_freq_factor
+        high = rope.original_max_position / rope.high_freq_factor
+        smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        blended = (1 - smooth) * inv / rope.factor + smooth * inv
+        inv = np.where(
+            wavelength > low, inv / rope.factor, np.where(wavelength < high, inv, blended)
+        )
+    elif rope.kind == "yarn":
+
+        def dimension(rotations: float) -> float:
+            ratio = rope.original_max_position / (rotations * 2 * math.pi)
+            return dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+        first = max(math.floor(dimension(rope.beta_fast)), 0)
+        last = min(math.ceil(dimension(rope.beta_slow)), dim - 1)
+        last = last + 0.001 if first == last else last
+        ramp = np.clip((np.arange(dim // 2) - first) / (last - first), 0, 1)
+        inv = inv / rope.factor * ramp + inv * (1 - ramp)
+        scale = rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
+    elif rope.kind != "default":
+        raise ValueError(f"unknown rope kind {rope.kind!r}")
+    return inv.astype(np.float32), scale
+
+
+def rope_angles(
+    rope: RopeConfig, head_dim: int, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, f32[..., rotary/2], of integer positions of any shape (no table, no clamp)."""
+    inv, scale = inverse_frequencies(rope, head_dim)
+    angles = positions[..., None].astype(jnp.float32) * inv
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the first dimensions of heads x [..., T, H]; cos, sin [..., T, rotary/2]."""
+    half = cos.shape[-1]
+    x32 = x.astype(jnp.float32)
+    first, second, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
+    rotated = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last axis in float32, result in the dtype of x."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax over the last axis in float32; a row with no allowed entry is 0, never NaN."""
+    scores = jnp.where(mask, scores.astype(jnp.float32), jnp.finfo(jnp.float32).min)
+    scores = scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.where(mask, jnp.exp(scores), 0.0)
+    return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Grouped-query attention.
+
+    Args:
+      q: [B, K, Q, T, H] (already rotated and normalised).
+      k: [B, K, H, S]; v: [B, K, S, H] (the layout of the cache).
+      mask: bool[B, T, S], True where the query may see the key.
+
+    Returns:
+      [B, K, Q, T, H].
+    """
+    scale = q.shape[-1] ** -0.5
+    scores = jnp.einsum("bkqth,bkhs->bkqts", q * scale, k, preferred_element_type=jnp.float32)
+    weights = masked_softmax(scores, mask[:, None, None]).astype(v.dtype)
+    return jnp.einsum("bkqts,bksh->bkqth", weights, v)
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention, with optional per-head q/k norms (Qwen3)."""
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        qk_norm: bool,
+        init,
+        dtype,
+        rngs: nnx.Rngs,
+    ):
+        group = num_heads // num_kv_heads
+        heads = (num_kv_heads, group, head_dim)
+        self.q = param(init, rngs, (*heads, hidden), ("heads", None, None, "embed"), dtype)
+        kv_shape, kv_axes = (num_kv_heads, head_dim, hidden), ("heads", None, "embed")
+        self.k = param(init, rngs, kv_shape, kv_axes, dtype)
+        self.v = param(init, rngs, kv_shape, kv_axes, dtype)
+        self.o = param(init, rngs, (hidden, *heads), ("embed", "heads", None, None), dtype)
+        if qk_norm:
+            ones = nnx.initializers.ones
+            self.q_norm = param(ones, rngs, (head_dim,), (None,), dtype)
+            self.k_norm = param(ones, rngs, (head_dim,), (None,), dtype)
+
+    def queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array, eps: float) -> jax.Array:
+        """[B, T, D] -> [B, K, Q, T, H], normalised and rotated (cos, sin [B, T, rotary/2])."""
+        out = ("batch", "heads", None, None, None)
+        q = einsum("btd,kqhd->bkqth", x, self.q[...].astype(x.dtype), out=out)
+        if hasattr(self, "q_norm"):
+            q = rms_norm(q, self.q_norm[...], eps)
+        return apply_rope(q, cos[:, None, None], sin[:, None, None])
+
+    def keys_values(
+        self, x: jax.Array, cos: jax.Array, sin: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """[B, T, D] -> keys [B, K, H, T] and values [B, K, T, H]."""
+        out = ("batch", "heads", None, None)
+        k = einsum("btd,khd->bkth", x, self.k[...].astype(x.dtype), out=out)
+        v = einsum("btd,khd->bkth", x, self.v[...].astype(x.dtype), out=out)
+        if hasattr(self, "k_norm"):
+            k = rms_norm(k, self.k_norm[...], eps)
+        return apply_rope(k, cos[:, None], sin[:, None]).swapaxes(-1, -2), v
+
+    def output(self, heads: jax.Array) -> jax.Array:
+        """[B, K, Q, T, H] -> [B, T, D]."""
+        weight = self.o[...].astype(heads.dtype)
+        return einsum("bkqth,dkqh->btd", heads, weight, out=("batch", None, None))
+
+
+class Mlp(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, width: int, *, init, dtype, rngs: nnx.Rngs):
+        self.gate = param(init, rngs, (width, hidden), ("mlp", "embed"), dtype)
+        self.up = param(init, rngs, (width, hidden), ("mlp", "embed"), dtype)
+        self.down = param(init, rngs, (hidden, width), ("embed", "mlp"), dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        out = ("batch", None, "mlp")
+        gate = einsum("btd,fd->btf", x, self.gate[...].astype(x.dtype), out=out)
+        up = einsum("btd,fd->btf", x, self.up[...].astype(x.dtype), out=out)
+        hidden = jax.nn.silu(gate) * up
+        down = self.down[...].astype(x.dtype)
+        return einsum("btf,df->btd", hidden, down, out=("batch", None, None))

@@ -1,0 +1,119 @@
+"""Targets from Hugging Face directories: one or many safetensors files, each device its shard."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import safetensors
+from flax import nnx
+
+from dspark_jax.core.errors import UserError
+from dspark_jax.core.sharding import abstract
+from dspark_jax.core.trees import named, with_arrays
+from dspark_jax.models.target import Target, TargetConfig
+from dspark_jax.weights import names
+
+
+class TensorFiles:
+    """The tensors of a directory by name, wherever its index says they are; read lazily."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        index = directory / "model.safetensors.index.json"
+        single = directory / "model.safetensors"
+        if index.exists():
+            self.files = dict(read_json(index)["weight_map"])
+        elif single.exists():
+            with _open(single) as file:
+                self.files = dict.fromkeys(file.keys(), single.name)
+        else:
+            raise UserError(
+                f"{directory}: neither model.safetensors nor model.safetensors.index.json; "
+                "is this a model directory?"
+            )
+        self._open: dict[str, safetensors.safe_open] = {}
+
+    def names(self) -> list[str]:
+        """All tensor names."""
+        return sorted(self.files)
+
+    def slice(self, name: str):
+        """A lazy slice of one tensor: `.get_shape()`, and `[...]` reads only what is asked."""
+        if name not in self.files:
+            raise UserError(f"{self.directory}: tensor {name!r} is missing")
+        path = self.directory / self.files[name]
+        if not path.exists():
+            raise UserError(f"{self.directory}: the index names {path.name}, which is missing")
+        if path.name not in self._open:
+            self._open[path.name] = _open(path)
+        try:
+            return self._open[path.name].get_slice(name)
+        except safetensors.SafetensorError as error:
+            raise UserError(f"{path}: tensor {name!r} cannot be read ({error})") from None
+
+    def read(self, name: str) -> np.ndarray:
+        """One whole tensor."""
+        return self.slice(name)[...]
+
+
+def _open(path: Path):
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise UserError(f"{path}: damaged or not a safetensors file ({error})") from None
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object; a missing or damaged file is a `UserError`."""
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    return value
+
+
+def target_config(directory: Path, dtype: str) -> TargetConfig:
+    """Shape of the target in `directory`."""
+    path = directory / "config.json"
+    return TargetConfig.from_hf(read_json(path), dtype, str(path))
+
+
+def load_target(directory: Path, dtype: str) -> Target:
+    """Loads a target onto the current mesh; each device reads only the bytes of its shards.
+
+    Args:
+      directory: config.json plus model.safetensors or an index and its shards.
+      dtype: the parameters' dtype; the file's values are converted to it by value.
+
+    Raises:
+      UserError: missing or damaged files, wrong family, missing tensors or wrong shapes.
+    """
+    config = target_config(directory, dtype)
+    template = abstract(lambda key: Target(config, rngs=nnx.Rngs(key)), jax.random.key(0))
+    files = TensorFiles(directory)
+    arrays = {}
+    for ours, wanted in named(template).items():
+        theirs, rows = names.to_file(names.TARGET, ours)
+        lazy = files.slice(theirs)
+        shape = tuple(lazy.get_shape())
+        expected = names.file_shape(wanted.shape, rows)
+        if shape != expected:
+            raise UserError(
+                f"{directory}: tensor {theirs!r} has shape {list(shape)}, config.json implies "
+                f"{list(expected)}"
+            )
+
+        def read(index, lazy=lazy, rows=rows, wanted=wanted):
+            part = lazy[names.file_slices(index, wanted.shape, rows)]
+            cut = tuple(
+                len(range(*i.indices(n))) for i, n in zip(index, wanted.shape, strict=True)
+            )
+            return np.ascontiguousarray(part).reshape(cut).astype(wanted.dtype)
+
+        arrays[ours] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
+    return with_arrays(template, arrays)
