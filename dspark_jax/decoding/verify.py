@@ -182,7 +182,9 @@ def truncate(
     sound = width if finite is None else _first(~finite)
     count = jnp.minimum(jnp.minimum(result.count, room), jnp.minimum(through_stop, sound))
     ended = jnp.where(count == room, Reason.LENGTH, Reason.RUNNING)
-    ended = jnp.where((count == sound) & (count < result.count) & (count < room), Reason.ERROR, ended)
+    ended = jnp.where(
+        (count == sound) & (count < result.count) & (count < room), Reason.ERROR, ended
+    )
     ended = jnp.where(count == through_stop, Reason.STOP, ended)
     if reason is not None:
         running = reason == Reason.RUNNING
