@@ -1,0 +1,41 @@
+"""DSpark drafter for the bundled SmolLM2-135M-Instruct; runs on a laptop.
+
+    python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/smollm2
+"""
+
+from ml_collections import config_dict
+
+
+def get_config(variant: str = "") -> config_dict.ConfigDict:
+    c = config_dict.ConfigDict()
+    c.seed = 0
+    c.target = "smollm2"
+    c.target_dtype = "float32"
+    c.mesh = config_dict.create(fsdp=1, tp=1)
+    c.data = config_dict.create(
+        prompts="generator:2000",
+        limit=0,
+        path="",
+        temperature=0.0,
+        top_p=1.0,
+        samples=1,
+        max_prompt_tokens=256,
+        max_new_tokens=192,
+        generation_batch=64,
+        sequence_length=512,
+        validation_fraction=0.04,
+    )
+    c.drafter = config_dict.create(
+        target_layer_ids=(1, 8, 15, 22, 27),
+        mask_token_id=3,
+        block_size=7,
+        num_layers=2,
+        markov_head="vanilla",
+        markov_rank=64,
+        confidence_head=True,
+        sample_from_anchor=True,
+        dtype="float32",
+    )
+    if variant:
+        raise ValueError(f"unknown variant {variant!r}")
+    return c

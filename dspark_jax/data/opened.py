@@ -1,0 +1,65 @@
+"""A target as the commands hold it: model, tokenizer, stop ids and fingerprint together."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dspark_jax.core.errors import UserError
+from dspark_jax.data.chat import end_of_turn_ids
+from dspark_jax.models.target import Target
+from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
+from dspark_jax.weights.resolve import resolve_target
+from dspark_jax.weights.safetensors import load_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedTarget:
+    """Everything a command needs of a target."""
+
+    name: str
+    directory: Path
+    model: Target
+    tokenizer: "PreTrainedTokenizerBase"
+    stop_ids: tuple[int, ...]
+    fingerprint: Fingerprint
+
+
+def open_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a target directory; it must have a chat template.
+
+    Raises:
+      UserError: no tokenizer, or no chat template.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory}: no usable tokenizer ({error})") from None
+    if not tokenizer.chat_template:
+        raise UserError(f"{directory}: the tokenizer has no chat template; use an instruct model")
+    return tokenizer
+
+
+def open_target(name: str, dtype: str) -> OpenedTarget:
+    """Resolves, loads and fingerprints a target on the current mesh.
+
+    Args:
+      name: "smollm2" (bundled), a directory or a hub id.
+      dtype: float32 or bfloat16.
+    """
+    directory = resolve_target(name)
+    tokenizer = open_tokenizer(directory)
+    return OpenedTarget(
+        name=name,
+        directory=directory,
+        model=load_target(directory, dtype),
+        tokenizer=tokenizer,
+        stop_ids=end_of_turn_ids(tokenizer, directory),
+        fingerprint=fingerprint(directory, name),
+    )
