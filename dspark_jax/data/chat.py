@@ -34,8 +34,8 @@ _RESERVED_OPTIONS = (
     "tokenize",
     "return_dict",
 )
-# Contents to try an open user turn with: a letter, a digit, a symbol, another script.
-_PROBES = ("Hello", "x = 1", "42", "(a)", "<b>", "Ünit", "你好")
+# Contents to try an open user turn with: words, digits, symbols, other scripts.
+_PROBES = ("Hello", "how", "the", "Write a", "x = 1", "42", "(a)", "<b>", '"c"', "Ünit", "你好")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -262,7 +262,7 @@ def _message(entry: Any, where: str) -> Message:
         raise UserError(f"prompts: {where} is {_kind(entry)}, not an object with role and content")
     role = entry.get("role") if entry.get("role") is not None else entry.get("from")
     content = entry.get("content") if entry.get("content") is not None else entry.get("value")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise UserError(f"prompts: {where} has the role {role!r}; known: {', '.join(_ROLES)}")
     return Message(_ROLES[role], content)
 
