@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dspark_jax.core.errors import UserError
@@ -108,6 +108,17 @@ def test_prompt_is_what_the_library_renders(template):
         return_dict=False,
     )
     assert render_next(tokenizer, TWO_TURNS[:4]).ids == wanted
+
+
+def test_tokenizer_adds_nothing_to_what_the_template_writes():
+    tokenizer = make_tokenizer(HEADERS)
+    bos = tokenizer.convert_tokens_to_ids("<|bos|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", bos)]
+    )
+    assert tokenizer("hello")["input_ids"][0] == bos
+    assert render_next(tokenizer, [user("hello")]).ids.count(bos) == 1
+    assert mask_from_messages(tokenizer, TWO_TURNS).ids.tolist().count(bos) == 1
 
 
 def converse(tokenizer, users, responses):
@@ -344,6 +355,28 @@ def test_answer_that_quotes_its_end_is_refused():
         mask_from_messages(
             make_tokenizer(CHATML), [user("a"), assistant("b<|im_end|>c")], row="row 7"
         )
+
+
+def test_control_tokens_of_an_answer_stay_control_tokens():
+    tokenizer = make_tokenizer(CHATML, special=[*SPECIAL, "<think>", "</think>"])
+    text = "<think>how</think>fine<|im_end|>"
+    think = tokenizer.convert_tokens_to_ids("<think>")
+    response = encode(tokenizer, text)
+    assert response[0] == think
+    rows, messages = converse(tokenizer, ["hello", "how <think>"], [response, response])
+    assert [spans(tokenizer, row) for row in rows] == [[text, text]]
+    assert rows[0].ids.tolist().count(think) == 2  # and not the one that the user quotes
+    assert spans(tokenizer, mask_from_messages(tokenizer, messages)) == [text, text]
+
+
+def test_quotation_is_refused_where_pieces_change_the_text():
+    # This pre-tokeniser puts a space before every piece, so that "<" and "|im_end|>" come apart.
+    tokenizer = make_tokenizer(CHATML)
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    with pytest.raises(UserError, match="row 7: a message quotes a control token"):
+        render_next(tokenizer, [user("what is <|im_end|>?")], row="row 7")
+    assert render_next(tokenizer, [user("what is this?")]).ids
 
 
 def test_control_token_that_cannot_be_text_is_refused():
