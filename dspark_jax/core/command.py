@@ -22,6 +22,8 @@ from dspark_jax.core.errors import UserError
 
 # XLA's C++ log lines start at warnings; jax reads this when it is imported, and leaves it if set.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+# transformers remarks at import that there is no PyTorch; only its tokenizers are used here.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 FAULT_OF_USER = 2  # exit codes; 1 is left to Python's own tracebacks
 INTERRUPTED = 130
@@ -59,6 +61,7 @@ def _parse(argv: list[str]) -> list[str]:
         print(_help(argv[0]))
         sys.exit(0)
     configs = dict(_config_files(argv))
+    logging.set_verbosity(logging.ERROR)  # what goes wrong while parsing is told below
     try:
         for name, path in configs.items():
             if not os.path.isfile(path):
@@ -67,12 +70,14 @@ def _parse(argv: list[str]) -> list[str]:
         for name in configs:
             # A config file that met an OSError is refused only when it is first looked at.
             getattr(flags.FLAGS[name].value, "lock", None)
+            if flags.FLAGS[name].value is None:
+                raise UserError(f"config file {configs[name]}: get_config() returned None")
     except UserError as error:
         _stop(str(error))
     except KeyboardInterrupt:
         _stop("interrupted", INTERRUPTED)
     except Exception as error:  # whatever a user's config file may raise
-        _stop(_explain(error, argv, list(configs.values())))
+        _stop(_explain(error, argv, configs))
     if rest[1:]:
         _stop(f"unexpected argument {rest[1]!r}; flags are written --name=value, see --help")
     if flags.FLAGS["verbosity"].using_default_value:
@@ -95,8 +100,12 @@ def _config_files(argv: list[str]) -> Iterator[tuple[str, str]]:
             yield name, value.split(":", 1)[0]
 
 
-def _explain(error: BaseException, argv: list[str], config_files: list[str]) -> str:
-    """What a failed parse means for the user, from the exceptions that led to `error`."""
+def _explain(error: BaseException, argv: list[str], configs: dict[str, str]) -> str:
+    """What a failed parse means for the user, from the exceptions that led to `error`.
+
+    `configs` are the config files given, by the name of their flag.
+    """
+    config_files = list(configs.values())
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -123,8 +132,10 @@ def _explain(error: BaseException, argv: list[str], config_files: list[str]) -> 
                 f"; did you mean {meant[1]!r}?" if meant else ""
             )
         return message
-    required = re.search(r"Flag (--\w+) must have a value other than None", str(error))
-    return f"{required[1]} is missing; see --help" if required else str(error)
+    required = re.search(r"Flag --(\w+) must have a value other than None", str(error))
+    if required and required[1] in configs:
+        return f"config file {configs[required[1]]}: get_config() returned None"
+    return f"--{required[1]} is missing; see --help" if required else str(error)
 
 
 def _line_in(error: BaseException, paths: list[str]) -> str | None:

@@ -1,5 +1,6 @@
 """What a run leaves to read: metrics.jsonl, TensorBoard, JSON reports, tables, peak memory."""
 
+import contextlib
 import json
 import math
 import os
@@ -26,7 +27,8 @@ class MetricsWriter:
             its last checkpoint, are dropped, so that no step is there twice; 0 starts anew.
 
     Raises:
-        UserError: metrics.jsonl holds a line, other than a cut last one, that is no metrics line.
+        UserError: metrics.jsonl holds a line, other than a cut last one, that is no metrics line,
+            or cannot be written.
     """
 
     def __init__(self, workdir: str | os.PathLike, step: int = 0):
@@ -34,11 +36,11 @@ class MetricsWriter:
         if jax.process_index() != 0:
             return
         folder = pathlib.Path(workdir)
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        if path.exists():
-            kept = [line for line in read_metrics(path) if line["step"] <= step]
-            write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        kept = (
+            [line for line in read_metrics(path) if line["step"] <= step] if path.exists() else []
+        )
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         try:
             from tensorboardX import SummaryWriter  # optional
@@ -161,8 +163,10 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """A progress bar with the time left; plain lines every ten seconds where there is no terminal."""
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -69,7 +70,7 @@ class Progress(Generic[T]):
         self._started = self._printed_at = time.monotonic()
         self._counted_from: tuple[float, int] | None = None
         self._bar = None
-        if self._stream.isatty():
+        if _is_terminal(self._stream):
             self._bar = tqdm(total=total, desc=desc, unit=unit, initial=initial,
                              file=self._stream, dynamic_ncols=True)  # fmt: skip
         else:
@@ -144,6 +145,11 @@ class Progress(Generic[T]):
         if self._note:
             parts.append(self._note)
         return f"{self._desc + ': ' if self._desc else ''}{', '.join(parts)}"
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Whether a bar can be drawn: some consoles are terminals without a width."""
+    return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
 
 
 def clock(seconds: float) -> str:

