@@ -7,6 +7,7 @@ together, and drafter and target both go through `distribution`.
 
 import dataclasses
 import enum
+import functools
 import secrets
 from collections.abc import Sequence
 
@@ -91,6 +92,7 @@ class SamplingParams:
         return distribution(logits, *options, greedy=self.greedy, filtered=self.filtered)
 
 
+@functools.partial(jax.jit, static_argnames=("greedy", "filtered"))
 def distribution(
     logits: jax.Array,
     temperature: jax.Array,
@@ -158,6 +160,7 @@ def rows_finite(logits: jax.Array) -> jax.Array:
     return jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum carries NaN and +inf
 
 
+@functools.partial(jax.jit, static_argnames="purpose")
 def purpose_key(
     seed: jax.Array, position: jax.Array, purpose: Purpose, slot: jax.Array | int = 0
 ) -> jax.Array:
@@ -189,6 +192,7 @@ def purpose_key(
     return key(seed, position, slot)
 
 
+@jax.jit
 def uniform(keys: jax.Array) -> jax.Array:
     """One uniform in [0, 1) per key, f32[...]: 0 possible, 1 not, resolved to 2**-46 near 0.
 
@@ -205,6 +209,7 @@ def uniform(keys: jax.Array) -> jax.Array:
     return one(keys)
 
 
+@jax.jit
 def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
     """One token per row, i32[...], of probs f32[..., V] (need not sum to 1) and keys [...].
 
