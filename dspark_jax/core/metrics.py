@@ -49,7 +49,7 @@ class MetricsWriter:
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
-        """Logs `values`: numbers, and arrays whose entries are slots.
+        """Logs `values`: numbers, arrays whose entries are slots, or dicts of these.
 
         A slot array is a list in metrics.jsonl, and `NAME/slot_0`, `NAME/slot_1`, ... in
         TensorBoard. NaN and infinities become null. The line is on disk when this returns.
@@ -65,7 +65,10 @@ class MetricsWriter:
                     self._add_scalars(name, value, int(step))
 
     def _add_scalars(self, name: str, value: object, step: int) -> None:
-        if isinstance(value, list):
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                self._add_scalars(f"{name}/{key}", entry, step)
+        elif isinstance(value, list):
             for slot, entry in enumerate(value):
                 self._add_scalars(f"{name}/slot_{slot}", entry, step)
         elif isinstance(value, int | float):
