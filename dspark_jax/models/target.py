@@ -262,9 +262,7 @@ class Target(nnx.Module):
         """A cache for `batch` rows of `capacity` positions, in the target's dtype."""
         cfg = self.config
         dtype = jnp.dtype(cfg.dtype)
-        return KVCache.zeros(
-            cfg.num_layers, batch, capacity, cfg.num_kv_heads, cfg.head_dim, dtype
-        )
+        return KVCache.zeros(cfg.num_layers, batch, capacity, cfg.num_kv_heads, cfg.head_dim, dtype)
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int, where: str = "drafter") -> None:

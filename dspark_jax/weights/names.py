@@ -88,18 +88,14 @@ def file_shape(shape: tuple[int, ...], rows: int) -> tuple[int, ...]:
     return (_product(shape[:rows]), _product(shape[rows:]))
 
 
-def file_slices(
-    index: tuple[slice, ...], shape: tuple[int, ...], rows: int
-) -> tuple[slice, ...]:
+def file_slices(index: tuple[slice, ...], shape: tuple[int, ...], rows: int) -> tuple[slice, ...]:
     """The file's slices that hold `index` of our array.
 
     Of each group of axes that is one axis in the file only the first may be cut.
     """
     if not rows:
         return index
-    return tuple(
-        _folded(index[part], shape[part]) for part in (slice(0, rows), slice(rows, None))
-    )
+    return tuple(_folded(index[part], shape[part]) for part in (slice(0, rows), slice(rows, None)))
 
 
 def _folded(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:

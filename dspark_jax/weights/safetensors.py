@@ -110,9 +110,7 @@ def load_target(directory: Path, dtype: str) -> Target:
 
         def read(index, lazy=lazy, rows=rows, wanted=wanted):
             part = lazy[names.file_slices(index, wanted.shape, rows)]
-            cut = tuple(
-                len(range(*i.indices(n))) for i, n in zip(index, wanted.shape, strict=True)
-            )
+            cut = tuple(len(range(*i.indices(n))) for i, n in zip(index, wanted.shape, strict=True))
             return np.ascontiguousarray(part).reshape(cut).astype(wanted.dtype)
 
         arrays[ours] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)

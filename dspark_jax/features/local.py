@@ -1,0 +1,125 @@
+"""The target in this process: taps stream into the drafter, nothing is written to disk."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.core.sharding import place
+from dspark_jax.data.batches import PackedRows, batch_rows
+from dspark_jax.features.source import Batch
+from dspark_jax.models.target import Target
+
+
+@functools.partial(jax.jit, static_argnames="taps")
+def add_features(
+    target: Target,
+    tokens: jax.Array,
+    loss_mask: jax.Array,
+    documents: jax.Array,
+    positions: jax.Array,
+    rows: jax.Array,
+    *,
+    taps: tuple[int, ...],
+) -> Batch:
+    """Runs the target over M micro-batches of packed rows, one at a time."""
+
+    def run(micro):
+        ids, document, position = micro
+        output = target(ids, taps=taps, documents=document, positions=position)
+        return output.taps, output.hidden
+
+    tapped, hidden = jax.lax.map(run, (tokens, documents, positions))
+    return Batch(tokens, loss_mask, documents, positions, rows, tapped, hidden)
+
+
+class LocalSource:
+    """A `FeatureSource` that runs the target on the trainer's own mesh.
+
+    Dispatch is asynchronous: asking for the next batch right after a train step queues the
+    target's forward while the step still runs.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        taps: tuple[int, ...],
+        train: PackedRows,
+        validation: PackedRows,
+        *,
+        batch_size: int,
+        accumulation: int,
+        seed: int,
+        validation_rows: int,
+    ):
+        self._target = target
+        self._taps = taps
+        self._train = train
+        self._validation = validation
+        self._batch_size = batch_size
+        self._accumulation = accumulation
+        self._seed = seed
+        self._validation_rows = min(validation_rows, len(validation))
+
+    def batch(self, step: int) -> Batch:
+        """The batch of an optimizer step."""
+        size = self._batch_size
+        rows = batch_rows(step, num_rows=len(self._train), batch_size=size, seed=self._seed)
+        return self._features(self._train, rows, self._accumulation)
+
+    def names(self, step: int) -> list[str]:
+        """Documents of a step's batch, for error messages."""
+        size = self._batch_size
+        rows = batch_rows(step, num_rows=len(self._train), batch_size=size, seed=self._seed)
+        return [name for row in rows for name in self._train.names[row]]
+
+    def validation(self) -> list[Batch]:
+        """The first validation rows, in micro-batches of the training size.
+
+        A last batch that is not full is filled with row 0 without supervision, so nothing
+        compiles anew and no row counts twice.
+        """
+        size = self._batch_size // self._accumulation
+        batches = []
+        for start in range(0, self._validation_rows, size):
+            rows = np.arange(start, min(start + size, self._validation_rows))
+            batches.append(self._features(self._validation, rows, 1, pad_to=size))
+        return batches
+
+    def _features(self, packed: PackedRows, rows: np.ndarray, micro: int, pad_to: int = 0) -> Batch:
+        missing = max(pad_to - len(rows), 0)
+        chosen = np.concatenate([rows, np.zeros(missing, rows.dtype)])
+        loss_mask = packed.loss_mask[chosen]
+        loss_mask[len(rows) :] = False
+
+        def put(x: np.ndarray) -> jax.Array:
+            shaped = x.reshape(micro, len(chosen) // micro, *x.shape[1:])
+            return place(shaped, None, "batch", *[None] * (x.ndim - 1))
+
+        return add_features(
+            self._target,
+            put(packed.tokens[chosen]),
+            put(loss_mask),
+            put(packed.documents[chosen]),
+            put(packed.positions[chosen]),
+            put(chosen.astype(np.int32)),
+            taps=self._taps,
+        )
+
+
+def check_features(batch: Batch, taps: tuple[int, ...]) -> str | None:
+    """What is wrong with a batch's features, or None; blocks until they are there.
+
+    All-zero or repeated taps train smoothly to a useless drafter, so they are refused.
+    """
+    live = (batch.documents > 0)[..., None]
+    for index, tap in enumerate(taps):
+        values = jnp.where(live, batch.taps[..., index, :], 0)
+        if not bool(jnp.isfinite(values).all()):
+            return f"tap of layer {tap} has NaN or infinite values"
+        if not bool((values != 0).any()):
+            return f"tap of layer {tap} is all zeros"
+        if index and bool((batch.taps[..., index, :] == batch.taps[..., index - 1, :]).all()):
+            return f"taps of layers {taps[index - 1]} and {tap} are identical"
+    return None

@@ -1,0 +1,1 @@
+"""Pallas kernels, one op a file: its reference, kernels, gradients and sharding."""

@@ -1,0 +1,182 @@
+"""Cross-entropy and L1 over the vocabulary, with gradients, without logits of all rows at once.
+
+`vocab_loss` is equivalent to
+
+    z = hidden @ head.T + latent @ w2.T            # drafter's logits
+    p = softmax(teacher @ head.T); q = softmax(z)
+    ce = logsumexp(z) - z[label]; l1 = sum(abs(q - p))
+    loss = sum(weight * (ce_weight * ce + l1_weight * l1))
+
+The gradient of a row needs only that row's logits, so it is computed together with the loss while
+they exist: a scan over chunks keeps [B, chunk, V] and nothing is computed twice.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.core.sharding import einsum, gather_rows, spec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VocabTerms:
+    """Per-row results; no gradient flows through them."""
+
+    ce: jax.Array  # f32[B, N]
+    l1: jax.Array  # f32[B, N], sum |q - p|: twice the total variation
+    match: jax.Array  # f32[B, N], 1 where both arg-maxima agree
+
+
+def vocab_loss_reference(
+    hidden, latent, w2, head, teacher, labels, weights, *, ce_weight: float, l1_weight: float
+) -> tuple[jax.Array, VocabTerms]:
+    """The same in plain jnp with all logits in memory; differentiable by jax.grad."""
+    z = jnp.einsum("bnd,vd->bnv", hidden, head, preferred_element_type=jnp.float32)
+    if latent is not None:
+        z = z + jnp.einsum("bnr,vr->bnv", latent, w2, preferred_element_type=jnp.float32)
+    zt = jnp.einsum("bnd,vd->bnv", teacher, head, preferred_element_type=jnp.float32)
+    p, q = jax.nn.softmax(zt), jax.nn.softmax(z)
+    own = jnp.take_along_axis(z, labels[..., None], axis=-1)[..., 0]
+    ce = jax.nn.logsumexp(z, axis=-1) - own
+    l1 = jnp.abs(q - p).sum(-1)
+    match = (z.argmax(-1) == zt.argmax(-1)).astype(jnp.float32)
+    loss = jnp.sum(weights * (ce_weight * ce + l1_weight * l1))
+    return loss, jax.lax.stop_gradient(VocabTerms(ce, l1, match))
+
+
+def vocab_loss(
+    hidden: jax.Array,
+    latent: jax.Array | None,
+    w2: jax.Array | None,
+    head: jax.Array,
+    teacher: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+    *,
+    ce_weight: float,
+    l1_weight: float,
+    chunk: int = 256,
+) -> tuple[jax.Array, VocabTerms]:
+    """Weighted loss of N rows per batch entry, and the terms of each row.
+
+    Args:
+      hidden: [B, N, D] the drafter's final hidden; latent: f32[B, N, R] or None; w2: f32[V, R].
+      head: [V, D], frozen; teacher: [B, N, D] target hidden that predicts the label, frozen.
+      labels: i32[B, N]; weights: f32[B, N], 0 = the row has no influence, whatever it holds.
+      ce_weight, l1_weight: weights of the two terms.
+      chunk: about so many rows have logits at a time.
+
+    Returns:
+      Scalar loss, differentiable in hidden, latent and w2, and the unweighted terms.
+    """
+    live = weights[..., None] > 0
+    hidden = jnp.where(live, hidden, 0)
+    teacher = jnp.where(live, teacher, 0)
+    latent = None if latent is None else jnp.where(live, latent, 0)
+    options = (ce_weight, l1_weight, chunk)
+    return _loss(hidden, latent, w2, head, teacher, labels, weights, options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
+def _loss(hidden, latent, w2, head, teacher, labels, weights, options):
+    loss, terms, _ = _scan(hidden, latent, w2, head, teacher, labels, weights, options, False)
+    return loss, terms
+
+
+def _forward(hidden, latent, w2, head, teacher, labels, weights, options):
+    loss, terms, grads = _scan(hidden, latent, w2, head, teacher, labels, weights, options, True)
+    return (loss, terms), grads
+
+
+def _backward(options, grads, cotangent):
+    scale = cotangent[0]
+    d_hidden, d_latent, d_w2 = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+    return d_hidden, d_latent, d_w2, None, None, None, None
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grads):
+    ce_weight, l1_weight, chunk = options
+    batch, rows, _ = hidden.shape
+    size = max(min(chunk // batch, rows), 1)
+    count = -(-rows // size)
+
+    def chunked(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, [(0, 0), (0, count * size - rows)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+
+    flat = ("batch", None)
+    head_c = head.astype(hidden.dtype)
+
+    def body(carry, xs):
+        loss, d_w2 = carry
+        h, e, t, label, weight = xs
+        vocab_out = (*flat, "vocab")
+        f32 = {"preferred_element_type": jnp.float32}
+        z = einsum("bnd,vd->bnv", h, head_c, out=vocab_out, **f32)
+        own = jnp.einsum("bnd,bnd->bn", h, gather_rows(head_c, label, ("batch", None, None)), **f32)
+        if e is not None:
+            z = z + einsum("bnr,vr->bnv", e, w2, out=vocab_out, **f32)
+            rows_w2 = gather_rows(w2, label, ("batch", None, None))
+            own = own + jnp.einsum("bnr,bnr->bn", e, rows_w2)
+        zt = einsum("bnd,vd->bnv", t, head_c, out=vocab_out, **f32)
+        top, top_t = z.max(-1, keepdims=True), zt.max(-1, keepdims=True)
+        q, p = jnp.exp(z - top), jnp.exp(zt - top_t)
+        total = q.sum(-1, keepdims=True)
+        q, p = q / total, p / p.sum(-1, keepdims=True)
+        ce = (top + jnp.log(total))[..., 0] - own
+        over = q > p
+        over_q, over_p = jnp.where(over, q, 0.0).sum(-1), jnp.where(over, p, 0.0).sum(-1)
+        l1 = 2 * (over_q - over_p)  # both sum to 1, so the excess above equals the one below
+        # The drafter's logit where the target's is largest, against the drafter's largest.
+        at_target = jnp.where(zt == top_t, z, -jnp.inf).max(-1)
+        match = (at_target >= top[..., 0]).astype(jnp.float32)
+        loss = loss + jnp.sum(weight * (ce_weight * ce + l1_weight * l1))
+        if not with_grads:
+            return (loss, d_w2), ((ce, l1, match), None)
+        # d l1 / dz_v = q_v (s_v - sum_u q_u s_u) with s = sign(q - p) and sum_u q_u s_u = 2 over_q - 1
+        w = weight[..., None]
+        mean_sign = 2 * over_q[..., None] - 1
+        d_z = q * w * (ce_weight + l1_weight * (jnp.where(over, 1.0, -1.0) - mean_sign))
+        d_z = d_z.astype(h.dtype)
+        d_h = einsum("bnv,vd->bnd", d_z, head_c, out=(*flat, None), **f32)
+        d_h = d_h - ce_weight * w * gather_rows(head_c, label, ("batch", None, None))
+        d_e = None
+        if e is not None:
+            d_e = einsum("bnv,vr->bnr", d_z, w2.astype(h.dtype), out=(*flat, None), **f32)
+            d_e = d_e - ce_weight * w * rows_w2
+            d_w2 = d_w2 + einsum("bnv,bnr->vr", d_z, e.astype(h.dtype), out=("vocab", None), **f32)
+            flat_e = (-ce_weight * w * e).reshape(-1, e.shape[-1])
+            d_w2 = _add_rows(d_w2, label.reshape(-1), flat_e)
+            d_e = d_e.astype(e.dtype)
+        return (loss, d_w2), ((ce, l1, match), (d_h.astype(h.dtype), d_e))
+
+    start = None
+    if latent is not None and with_grads:
+        start = jnp.zeros(w2.shape, jnp.float32, out_sharding=spec("vocab", None))
+    xs = jax.tree.map(chunked, (hidden, latent, teacher, labels, weights))
+    (loss, d_w2), (terms, grads) = jax.lax.scan(body, (jnp.zeros(()), start), xs)
+
+    def whole(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 1).reshape(batch, count * size, *x.shape[3:])[:, :rows]
+
+    terms = VocabTerms(*(whole(x) for x in terms))
+    if not with_grads:
+        return loss, terms, None
+    d_hidden, d_latent = jax.tree.map(whole, grads)
+    if d_w2 is not None:
+        d_w2 = jax.sharding.reshard(d_w2.astype(w2.dtype), jax.typeof(w2).sharding.spec)
+    return loss, terms, (d_hidden, d_latent, d_w2)
+
+
+def _add_rows(table: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
+    """table[index] += rows, for a table sharded over its rows and rows sharded over the batch."""
+    return jax.sharding.auto_axes(
+        lambda table, index, rows: table.at[index].add(rows),
+        out_sharding=jax.typeof(table).sharding.spec,
+    )(table, index, rows)

@@ -1,0 +1,274 @@
+"""The DSpark drafter: a parallel backbone over tapped context, sequential heads on top.
+
+Training (`blocks`, `latents`) and decoding (`extend`, `draft_hidden`) share the same layers and
+the same attention; decoding is training with one anchor per row. DFlash is this drafter with
+markov_head "none" and no confidence head.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dspark_jax.core.config import DrafterConfig
+from dspark_jax.core.errors import UserError
+from dspark_jax.core.sharding import einsum, param
+from dspark_jax.models.cache import KVCache, LayerCache, write
+from dspark_jax.models.heads import ConfidenceHead, MarkovHead
+from dspark_jax.models.layers import Attention, Mlp, RopeConfig, rms_norm, rope_angles
+from dspark_jax.models.target import TargetConfig, TargetHead, check_taps
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterShape:
+    """A drafter's configuration with everything that it takes over from its target."""
+
+    config: DrafterConfig
+    hidden_size: int
+    vocab_size: int
+    target_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+
+    @classmethod
+    def of(cls, config: DrafterConfig, target: TargetConfig) -> "DrafterShape":
+        """Fills in the target's sizes.
+
+        Raises:
+          UserError: taps out of range or the last layer; a mask id without an embedding row.
+        """
+        check_taps(config.target_layer_ids, target.num_layers)
+        if not 0 <= config.mask_token_id < target.vocab_size:
+            raise UserError(
+                f"drafter.mask_token_id={config.mask_token_id} has no row in the target's "
+                f"embedding ({target.vocab_size} rows): choose an unused id below that"
+            )
+        shape = cls(
+            config=config,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            target_layers=target.num_layers,
+            num_heads=config.num_heads or target.num_heads,
+            num_kv_heads=config.num_kv_heads or target.num_kv_heads,
+            head_dim=config.head_dim or target.head_dim,
+            intermediate_size=config.intermediate_size or target.intermediate_size,
+            rms_norm_eps=target.rms_norm_eps,
+            rope=target.rope,
+            max_positions=target.max_positions,
+        )
+        if shape.num_heads % shape.num_kv_heads:
+            raise UserError(
+                f"drafter.num_heads={shape.num_heads} is not a multiple of "
+                f"drafter.num_kv_heads={shape.num_kv_heads}"
+            )
+        return shape
+
+
+def attend_blocks(
+    q: jax.Array, context: LayerCache, k: jax.Array, v: jax.Array, visible: jax.Array
+) -> jax.Array:
+    """Attention of block slots to visible context and, both ways, to their own block.
+
+    No [anchors * slots, S + anchors * slots] scores exist: each block meets the context and
+    itself, under one softmax.
+
+    Args:
+      q: [B, K, Q, A*G, H]; k: [B, K, H, A*G]; v: [B, K, A*G, H].
+      context: keys [B, K, H, S] and values [B, K, S, H].
+      visible: bool[B, A, S], the context each block may see; a block that sees none is fine.
+
+    Returns:
+      [B, K, Q, A*G, H].
+    """
+    batch, heads, queries, slots, dim = q.shape
+    anchors = visible.shape[1]
+    block = slots // anchors
+    q = q * dim**-0.5
+    to_context = jnp.einsum("bkqth,bkhs->bkqts", q, context.k, preferred_element_type=jnp.float32)
+    seen = jnp.repeat(visible, block, axis=1)[:, None, None]
+    to_context = jnp.where(seen, to_context, jnp.finfo(jnp.float32).min)
+    q_blocks = q.reshape(batch, heads, queries, anchors, block, dim)
+    k_blocks = k.reshape(batch, heads, dim, anchors, block)
+    to_block = jnp.einsum(
+        "bkqagh,bkhac->bkqagc", q_blocks, k_blocks, preferred_element_type=jnp.float32
+    ).reshape(batch, heads, queries, slots, block)
+    top = jnp.maximum(to_context.max(-1), to_block.max(-1))
+    top = jax.lax.stop_gradient(top)[..., None]
+    context_weights = jnp.where(seen, jnp.exp(to_context - top), 0.0)
+    block_weights = jnp.exp(to_block - top)
+    total = context_weights.sum(-1) + block_weights.sum(-1)  # > 0: a slot sees its own block
+    from_context = jnp.einsum("bkqts,bksh->bkqth", context_weights.astype(v.dtype), context.v)
+    from_block = jnp.einsum(
+        "bkqagc,bkach->bkqagh",
+        block_weights.astype(v.dtype).reshape(batch, heads, queries, anchors, block, block),
+        v.reshape(batch, heads, anchors, block, dim),
+    ).reshape(batch, heads, queries, slots, dim)
+    return (from_context + from_block) / total[..., None].astype(v.dtype)
+
+
+class DraftLayer(nnx.Module):
+    """Qwen3-style decoder layer whose keys and values are [context ; block]."""
+
+    def __init__(self, shape: DrafterShape, *, init, rngs: nnx.Rngs):
+        ones = nnx.initializers.ones
+        d = shape.hidden_size
+        self.input_norm = param(ones, rngs, (d,), (None,), jnp.float32)
+        self.attention = Attention(
+            d,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            qk_norm=True,
+            init=init,
+            dtype=jnp.float32,
+            rngs=rngs,
+        )
+        self.post_norm = param(ones, rngs, (d,), (None,), jnp.float32)
+        self.mlp = Mlp(d, shape.intermediate_size, init=init, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x, cos, sin, context: LayerCache, visible, eps: float) -> jax.Array:
+        """x [B, A*G, D]; the context is projected without input norm, the block with it."""
+        normed = rms_norm(x, self.input_norm[...], eps)
+        q = self.attention.queries(normed, cos, sin, eps)
+        k, v = self.attention.keys_values(normed, cos, sin, eps)
+        x = x + self.attention.output(attend_blocks(q, context, k, v, visible))
+        return x + self.mlp(rms_norm(x, self.post_norm[...], eps))
+
+
+class Drafter(nnx.Module):
+    """Only what is trained; embedding and LM head are the target's and come as arguments."""
+
+    def __init__(self, shape: DrafterShape, *, rngs: nnx.Rngs):
+        config, d = shape.config, shape.hidden_size
+        init = nnx.initializers.normal(0.02)
+        ones = nnx.initializers.ones
+        self.shape = shape
+        wide = len(config.target_layer_ids) * d
+        self.fc = param(init, rngs, (d, wide), (None, "embed"), jnp.float32)
+        self.hidden_norm = param(ones, rngs, (d,), (None,), jnp.float32)
+        self.layers = nnx.List(
+            [DraftLayer(shape, init=init, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = param(ones, rngs, (d,), (None,), jnp.float32)
+        rank = config.markov_rank
+        if rank:
+            self.markov = MarkovHead(
+                config.markov_head, shape.vocab_size, rank, d, init=init, rngs=rngs
+            )
+        if config.confidence_head:
+            seen = rank if config.confidence_with_markov else 0
+            self.confidence = ConfidenceHead(d, seen, init=init, rngs=rngs)
+
+    @property
+    def config(self) -> DrafterConfig:
+        """The options it was built with."""
+        return self.shape.config
+
+    @property
+    def dtype(self):
+        """Compute dtype; parameters are float32."""
+        return jnp.dtype(self.config.dtype)
+
+    def context(self, taps: jax.Array, positions: jax.Array) -> tuple[LayerCache, ...]:
+        """Keys and values of context tokens for every layer, projected once per token.
+
+        Args:
+          taps: [B, T, L, D] raw outputs of the tapped target layers.
+          positions: i32[B, T].
+
+        Returns:
+          Per layer keys [B, K, H, T] and values [B, K, T, H].
+        """
+        shape, dtype = self.shape, self.dtype
+        batch, length, layers, d = taps.shape
+        joined = taps.astype(dtype).reshape(batch, length, layers * d)
+        out = ("batch", None, None)
+        features = einsum("bti,di->btd", joined, self.fc[...].astype(dtype), out=out)
+        features = rms_norm(features, self.hidden_norm[...], shape.rms_norm_eps)
+        cos, sin = rope_angles(shape.rope, shape.head_dim, positions)
+        return tuple(
+            LayerCache(*layer.attention.keys_values(features, cos, sin, shape.rms_norm_eps))
+            for layer in self.layers
+        )
+
+    def backbone(
+        self,
+        head: TargetHead,
+        anchor_tokens: jax.Array,
+        anchor_positions: jax.Array,
+        context: tuple[LayerCache, ...],
+        visible: jax.Array,
+    ) -> jax.Array:
+        """One parallel pass over the blocks [anchor, MASK, MASK, ...].
+
+        Args:
+          head: the target's embedding and LM head.
+          anchor_tokens, anchor_positions: i32[B, A].
+          context: per layer, from `context`.
+          visible: bool[B, A, S], the context positions each block may see.
+
+        Returns:
+          Post-norm hidden states [B, A, G, D].
+        """
+        shape, config = self.shape, self.config
+        batch, anchors = anchor_tokens.shape
+        block = config.block_size
+        slot = jnp.arange(block)
+        tokens = jnp.where(slot == 0, anchor_tokens[..., None], config.mask_token_id)
+        positions = anchor_positions[..., None] + slot
+        x = head.embeddings(tokens.reshape(batch, anchors * block), self.dtype)
+        cos, sin = rope_angles(
+            shape.rope, shape.head_dim, positions.reshape(batch, anchors * block)
+        )
+        for index, layer in enumerate(self.layers):
+            with jax.named_scope(f"draft_layer_{index}"):
+                x = layer(x, cos, sin, context[index], visible, shape.rms_norm_eps)
+        x = rms_norm(x, self.norm[...], shape.rms_norm_eps)
+        return x.reshape(batch, anchors, block, shape.hidden_size)
+
+    def confidence_logits(self, hidden: jax.Array, rows: jax.Array | None) -> jax.Array:
+        """f32[...] of hidden [..., D] and W1 rows [..., R] (ignored without Markov features)."""
+        seen = rows if self.config.confidence_with_markov and self.config.markov_rank else None
+        if self.config.confidence_detach:
+            hidden = jax.lax.stop_gradient(hidden)
+            seen = None if seen is None else jax.lax.stop_gradient(seen)
+        return self.confidence(hidden, seen)
+
+    def empty_cache(self, batch: int, capacity: int) -> KVCache:
+        """The context cache of decoding."""
+        shape = self.shape
+        return KVCache.zeros(
+            len(self.layers), batch, capacity, shape.num_kv_heads, shape.head_dim, self.dtype
+        )
+
+    def extend(self, cache: KVCache, taps: jax.Array) -> KVCache:
+        """Writes the context of tokens the target has just run; the caller advances the length.
+
+        Args:
+          taps: [B, T, L, D] of the tokens at positions cache.length ... + T - 1.
+        """
+        positions = cache.length[:, None] + jnp.arange(taps.shape[1])
+        new = self.context(taps, positions)
+        layers = tuple(
+            write(old, layer.k, layer.v, cache.length)
+            for old, layer in zip(cache.layers, new, strict=True)
+        )
+        return dataclasses.replace(cache, layers=layers)
+
+    def draft_hidden(self, head: TargetHead, anchor: jax.Array, cache: KVCache) -> jax.Array:
+        """Hidden states [B, G, D] of one block per row.
+
+        Args:
+          anchor: i32[B], the token at position cache.length, not yet run by the target.
+        """
+        visible = jnp.arange(cache.capacity) < cache.length[:, None]
+        hidden = self.backbone(
+            head, anchor[:, None], cache.length[:, None], cache.layers, visible[:, None]
+        )
+        return hidden[:, 0]

@@ -1,0 +1,1 @@
+"""Anchors, losses, the train step and checkpoints."""

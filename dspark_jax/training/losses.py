@@ -1,0 +1,129 @@
+"""The DSpark loss of one micro-batch and the sums that metrics are made of (paper section 3.3)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from dspark_jax.core.config import LossConfig
+from dspark_jax.features.source import Batch
+from dspark_jax.kernels.vocab_loss import vocab_loss
+from dspark_jax.models.drafter import Drafter
+from dspark_jax.models.target import TargetHead
+from dspark_jax.training.anchors import Blocks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums over supervised slots, added over micro-batches and divided only at the end.
+
+    Per-slot arrays are f32[G] over the block's slots.
+    """
+
+    ce: jax.Array  # f32[], weighted by the slot weights, like l1 and bce
+    l1: jax.Array
+    bce: jax.Array
+    weight: jax.Array  # f32[], sum of the slot weights
+    slots: jax.Array  # f32[G], supervised slots
+    accept: jax.Array  # f32[G], sum of c* = acceptance probability at temperature 1
+    match: jax.Array  # f32[G], slots whose arg-max is the target's (acceptance at temperature 0)
+    survive: jax.Array  # f32[G], sum over blocks of the product of c* up to the slot
+    survive_match: jax.Array  # f32[G], the same of match
+    confidence_error: jax.Array  # f32[G], sum |c - c*|
+    confidence_bias: jax.Array  # f32[G], sum (c - c*)
+    cumulative_bias: jax.Array  # f32[G], sum of (product of c - product of c*)
+    anchors: jax.Array  # f32[], filled anchors
+    rows: jax.Array  # f32[], rows
+
+
+def dspark_loss(
+    drafter: Drafter,
+    head: TargetHead,
+    batch: Batch,
+    blocks: Blocks,
+    weights: jax.Array,
+    total_weight: jax.Array,
+    config: LossConfig,
+    chunk: int,
+) -> tuple[jax.Array, Sums]:
+    """Loss of one micro-batch, already divided by the weight of the whole global batch.
+
+    Args:
+      batch: one micro-batch: arrays [B, S, ...] without the leading M.
+      weights: f32[B, A, G]; total_weight: f32[], their sum over the global batch.
+      chunk: rows whose logits exist at a time.
+
+    Returns:
+      The micro-batch's share of the loss (shares add up to the loss) and its sums.
+    """
+    rows, slots = blocks.anchors.shape[0], weights.shape[1:]
+    take = jax.vmap(lambda values, index: values[index])
+    anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
+    anchor_positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
+    context = drafter.context(batch.taps, batch.positions)
+    hidden = drafter.backbone(head, anchor_tokens, anchor_positions, context, blocks.visible)
+    # Masked before use: whatever an unsupervised slot holds has no influence, not even as 0 * NaN.
+    hidden = jnp.where(blocks.supervised[..., None], hidden, 0)
+    prev = jnp.take_along_axis(batch.tokens, blocks.prev_index.reshape(rows, -1), axis=1)
+    latent = w2 = prev_rows = None
+    if drafter.config.markov_rank:
+        prev_rows = drafter.markov.rows(prev).reshape(rows, *slots, -1)
+        latent = drafter.markov.latents(prev_rows, hidden).reshape(rows, prev.shape[1], -1)
+        w2 = drafter.markov.w2[...]
+    label_index = blocks.label_index.reshape(rows, -1)
+    labels = jnp.take_along_axis(batch.tokens, label_index, axis=1)
+    teacher = take(batch.last_hidden, jnp.maximum(label_index - 1, 0))
+    share = (weights / jnp.maximum(total_weight, 1e-20)).reshape(rows, -1)
+    loss, terms = vocab_loss(
+        hidden.reshape(rows, prev.shape[1], -1),
+        latent,
+        w2,
+        head.weight,
+        teacher.astype(hidden.dtype),
+        labels,
+        share,
+        ce_weight=config.ce,
+        l1_weight=config.l1,
+        chunk=chunk,
+    )
+    ce, l1, match = (x.reshape(weights.shape) for x in (terms.ce, terms.l1, terms.match))
+    accept = jnp.clip(1 - 0.5 * l1, 0.0, 1.0)  # c*, no gradient
+    supervised = blocks.supervised.astype(jnp.float32)
+    bce = confidence = jnp.zeros_like(accept)
+    if drafter.config.confidence_head:
+        logits = drafter.confidence_logits(hidden, prev_rows)
+        bce = jnp.maximum(logits, 0) - logits * accept + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+        bce = jnp.where(blocks.supervised, bce, 0.0)
+        loss = loss + config.confidence * jnp.sum(share.reshape(weights.shape) * bce)
+        confidence = jax.nn.sigmoid(logits)
+    return loss, jax.lax.stop_gradient(
+        _sums(ce, l1, bce, match, accept, confidence, weights, supervised, blocks)
+    )
+
+
+def _sums(ce, l1, bce, match, accept, confidence, weights, supervised, blocks: Blocks) -> Sums:
+    def per_slot(values: jax.Array) -> jax.Array:
+        return jnp.sum(values * supervised, axis=(0, 1))
+
+    # Slot 0 of fill-in blocks proposes nothing: it counts as certain in products.
+    def survival(values: jax.Array) -> jax.Array:
+        skipped = (blocks.supervised == 0) & (jnp.arange(values.shape[-1]) == 0)
+        return jnp.cumprod(jnp.where(skipped, 1.0, values), axis=-1)
+
+    return Sums(
+        ce=jnp.sum(weights * ce),
+        l1=jnp.sum(weights * l1),
+        bce=jnp.sum(weights * bce),
+        weight=jnp.sum(weights),
+        slots=per_slot(jnp.ones_like(accept)),
+        accept=per_slot(accept),
+        match=per_slot(match),
+        survive=per_slot(survival(accept)),
+        survive_match=per_slot(survival(match)),
+        confidence_error=per_slot(jnp.abs(confidence - accept)),
+        confidence_bias=per_slot(confidence - accept),
+        cumulative_bias=per_slot(survival(confidence) - survival(accept)),
+        anchors=jnp.sum(blocks.filled.astype(jnp.float32)),
+        rows=jnp.float32(blocks.filled.shape[0]),
+    )

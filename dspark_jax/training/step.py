@@ -1,0 +1,171 @@
+"""The train step, top to bottom: anchors, global weight, loss and gradient, update.
+
+The target's features come in with the batch and its head as an argument: frozen, outside the
+gradient, never in the state, so nothing of it can be trained, decayed or saved by accident.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from dspark_jax.core.config import DrafterConfig, LossConfig, TrainConfig
+from dspark_jax.features.source import Batch
+from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.target import TargetHead
+from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors, slot_weights
+from dspark_jax.training.losses import Sums, dspark_loss
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything an update changes; donated to the step."""
+
+    step: jax.Array  # i32[], updates made
+    drafter: Drafter
+    opt_state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The static options of a step; hashable."""
+
+    loss: LossConfig
+    num_anchors: int
+    chunk: int
+    seed: int
+
+
+def make_optimizer(config: TrainConfig, num_steps: int) -> optax.GradientTransformation:
+    """AdamW with linear warm-up, cosine to 0 and clipping by global norm (the public recipe)."""
+    schedule = learning_rate(config, num_steps)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule, b1=config.adam_b1, b2=config.adam_b2, weight_decay=config.weight_decay
+        ),
+    )
+
+
+def learning_rate(config: TrainConfig, num_steps: int) -> optax.Schedule:
+    """The schedule over optimizer steps."""
+    warmup = max(round(config.warmup_fraction * num_steps), 1)
+    return optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, warmup, max(num_steps, warmup + 1)
+    )
+
+
+def init_state(
+    key: jax.Array, *, shape: DrafterShape, tx: optax.GradientTransformation
+) -> TrainState:
+    """A fresh drafter and its optimizer state; jit it to make both where they will live."""
+    drafter = Drafter(shape, rngs=nnx.Rngs(key))
+    return TrainState(jnp.zeros((), jnp.int32), drafter, tx.init(drafter))
+
+
+@functools.partial(jax.jit, static_argnames=("tx", "recipe"), donate_argnames="state")
+def train_step(
+    state: TrainState,
+    head: TargetHead,
+    batch: Batch,
+    *,
+    tx: optax.GradientTransformation,
+    recipe: Recipe,
+) -> tuple[TrainState, dict[str, Any]]:
+    """One update on a global batch of M micro-batches.
+
+    Every loss term is a sum over all slots of the global batch divided by the weight of the whole
+    global batch: it does not matter on which device or in which micro-batch a slot lies.
+
+    Returns:
+      The next state, and {"sums", "loss", "grad_norm", "finite"}: finite says whether taps and
+      loss were; if not, the state is left as it was.
+    """
+    config: DrafterConfig = state.drafter.config
+    # 1. Anchors of all rows, and the weight of the whole batch.
+    key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
+    blocks, weights = _all_blocks(key, batch, config, recipe)
+    total = weights.sum()
+
+    # 2. Loss and gradient: shares of micro-batches add up.
+    def share(drafter: Drafter, micro) -> tuple[jax.Array, Sums]:
+        batch, blocks, weights = micro
+        return dspark_loss(drafter, head, batch, blocks, weights, total, recipe.loss, recipe.chunk)
+
+    def accumulate(carry, micro):
+        (loss, sums), grads = jax.value_and_grad(share, has_aux=True)(state.drafter, micro)
+        return jax.tree.map(jnp.add, carry, (loss, sums, grads)), None
+
+    first, rest = _split_first((batch, blocks, weights))
+    (loss, sums), grads = jax.value_and_grad(share, has_aux=True)(state.drafter, first)
+    (loss, sums, grads), _ = jax.lax.scan(accumulate, (loss, sums, grads), rest)
+
+    # 3. Update, unless something is not finite: the caller stops and names the batch.
+    taps_finite = jnp.isfinite(jnp.where((batch.documents > 0)[..., None, None], batch.taps, 0))
+    grad_norm = optax.global_norm(grads)
+    finite = {"taps": taps_finite.all(), "loss": jnp.isfinite(loss) & jnp.isfinite(grad_norm)}
+    updates, opt_state = tx.update(grads, state.opt_state, state.drafter)
+    drafter = optax.apply_updates(state.drafter, updates)
+    sound = finite["taps"] & finite["loss"]
+    new = TrainState(state.step + 1, drafter, opt_state)
+    new = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
+    return new, {"sums": sums, "loss": loss, "grad_norm": grad_norm, "finite": finite}
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def validation_step(drafter: Drafter, head: TargetHead, batch: Batch, *, recipe: Recipe) -> Sums:
+    """Sums over one batch with fixed anchors; uses no training randomness."""
+    blocks, weights = _all_blocks(jax.random.key(0), batch, drafter.config, recipe)
+    micro, _ = _split_first((batch, blocks, weights))
+    _, sums = dspark_loss(drafter, head, *micro, weights.sum(), recipe.loss, recipe.chunk)
+    return sums
+
+
+def _all_blocks(
+    key: jax.Array, batch: Batch, config: DrafterConfig, recipe: Recipe
+) -> tuple[Blocks, jax.Array]:
+    """Blocks and slot weights of all micro-batches, arrays [M, B, ...]."""
+
+    def one(loss_mask, documents, rows):
+        anchors, filled = sample_anchors(key, loss_mask, documents, rows, recipe.num_anchors)
+        blocks = make_blocks(anchors, filled, loss_mask, documents, config)
+        return blocks, slot_weights(blocks, config, recipe.loss.decay)
+
+    return jax.lax.map(lambda x: one(*x), (batch.loss_mask, batch.documents, batch.rows))
+
+
+def _split_first(tree: Any) -> tuple[Any, Any]:
+    first = jax.tree.map(lambda x: x[0], tree)
+    return first, jax.tree.map(lambda x: x[1:], tree)
+
+
+def summarize(sums: Sums, loss: LossConfig, config: DrafterConfig) -> dict[str, Any]:
+    """Metrics of a step or of a validation pass, from sums on the host (numpy)."""
+    skip = 0 if config.sample_from_anchor else 1  # slots that propose nothing
+
+    def per_slot(values) -> list[float]:
+        pairs = zip(values[skip:], sums.slots[skip:], strict=True)
+        return [float(v / max(n, 1.0)) for v, n in pairs]
+
+    weight = max(float(sums.weight), 1e-20)
+    ce, l1, bce = float(sums.ce) / weight, float(sums.l1) / weight, float(sums.bce) / weight
+    survival, survival_match = per_slot(sums.survive), per_slot(sums.survive_match)
+    return {
+        "loss": loss.ce * ce + loss.l1 * l1 + loss.confidence * bce,
+        "loss_ce": ce,
+        "loss_l1": l1,
+        "loss_confidence": bce,
+        "acceptance": per_slot(sums.accept),
+        "acceptance_t0": per_slot(sums.match),
+        "expected_accepted_length": 1 + sum(survival),
+        "expected_accepted_length_t0": 1 + sum(survival_match),
+        "confidence_error": per_slot(sums.confidence_error),
+        "confidence_bias": per_slot(sums.confidence_bias),
+        "confidence_cumulative_bias": per_slot(sums.cumulative_bias),
+        "anchors_per_row": float(sums.anchors) / max(float(sums.rows), 1.0),
+    }
