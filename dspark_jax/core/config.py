@@ -127,8 +127,6 @@ class TrainConfig:
       accumulation: micro-batches per update; the result does not depend on it.
       num_anchors: at most so many anchors per row.
       num_steps: updates; 0 = `num_epochs` over the data.
-      minutes: stop early after so much wall-clock time (0 = never); the learning rate follows
-        the time used, so that the schedule ends at 0 all the same.
       loss_chunk: slots whose logits exist at once.
     """
 
@@ -137,7 +135,6 @@ class TrainConfig:
     num_anchors: int = 512
     num_steps: int = 0
     num_epochs: int = 10
-    minutes: float = 0.0
     learning_rate: float = 6e-4
     warmup_fraction: float = 0.04
     weight_decay: float = 0.0

@@ -52,17 +52,15 @@ def generate_plain(
       max_tokens: i32[B], at most max_new.
       max_new: static size of the output.
     """
-    batch, width = prompts.shape
-    cache = target.empty_cache(batch, width + max_new)
-    output = target(prompts, cache=cache)
-    hidden = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
-    empty = Generated(
-        tokens=jnp.zeros((batch, max_new), jnp.int32, out_sharding=spec("batch", None)),
-        count=jnp.zeros((batch,), jnp.int32, out_sharding=spec("batch")),
-        reason=jnp.where(max_tokens > 0, Reason.RUNNING, Reason.LENGTH).astype(jnp.int32),
-    )
-    state = _emit(
-        target, hidden, output.cache.advance(lengths), empty, params, stop_ids, max_tokens
+    state, _ = prefill(
+        target,
+        prompts,
+        lengths,
+        params,
+        stop_ids,
+        max_tokens,
+        capacity=prompts.shape[1] + max_new,
+        out_size=max_new,
     )
 
     def going(state: PlainState) -> jax.Array:
@@ -75,6 +73,38 @@ def generate_plain(
         return _emit(target, output.hidden, cache, state.out, params, stop_ids, max_tokens)
 
     return jax.lax.while_loop(going, step, state).out
+
+
+def prefill(
+    target: Target,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    params: SamplingParams,
+    stop_ids: jax.Array,
+    max_tokens: jax.Array,
+    *,
+    capacity: int,
+    out_size: int,
+    taps: tuple[int, ...] = (),
+) -> tuple[PlainState, jax.Array | None]:
+    """Runs the prompts and samples the first token of every row.
+
+    Args:
+      capacity: positions of the cache; out_size: of the output; others as `generate_plain`.
+
+    Returns:
+      The state before the first step, and the prompts' taps [B, P, L, D].
+    """
+    batch = prompts.shape[0]
+    output = target(prompts, cache=target.empty_cache(batch, capacity), taps=taps)
+    hidden = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
+    empty = Generated(
+        tokens=jnp.zeros((batch, out_size), jnp.int32, out_sharding=spec("batch", None)),
+        count=jnp.zeros((batch,), jnp.int32, out_sharding=spec("batch")),
+        reason=jnp.where(max_tokens > 0, Reason.RUNNING, Reason.LENGTH).astype(jnp.int32),
+    )
+    cache = output.cache.advance(lengths)
+    return _emit(target, hidden, cache, empty, params, stop_ids, max_tokens), output.taps
 
 
 def _emit(target, hidden, cache, out: Generated, params, stop_ids, max_tokens) -> PlainState:

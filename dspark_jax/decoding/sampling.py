@@ -223,18 +223,17 @@ def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
     padding = -vocab % _BLOCK if vocab > _BLOCK else 0
     probs = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, padding)])
 
-    def flat(probs, key):
-        noise = jax.random.gumbel(key, probs.shape, jnp.float32, mode="high")
+    def best(probs, noise):
         score = jnp.where(probs > 0, jnp.log(probs) + noise, -jnp.inf)
         return jnp.argmax(score).astype(jnp.int32)
 
     def one(probs, key):
         if vocab <= _BLOCK:
-            return flat(probs, key)
+            return best(probs, jax.random.gumbel(key, (vocab,), jnp.float32, mode="high"))
         blocks = probs.reshape(-1, _BLOCK)
-        block_key, token_key = jax.random.split(key)
-        block = flat(jnp.sum(blocks, axis=-1), block_key)
-        token = block * _BLOCK + flat(blocks[block], token_key)
+        noise = jax.random.gumbel(key, (len(blocks) + _BLOCK,), jnp.float32, mode="high")
+        block = best(jnp.sum(blocks, axis=-1), noise[: len(blocks)])
+        token = block * _BLOCK + best(blocks[block], noise[len(blocks) :])
         return jnp.minimum(token, vocab - 1)  # only a row of zeros or NaN gets there
 
     for _ in range(keys.ndim):
@@ -279,6 +278,7 @@ def _leading(
     Returns:
         bool[..., V].
     """
+    scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 is no less than 0.0
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     rank = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
 

@@ -62,6 +62,16 @@ class LocalSource:
         self._seed = seed
         self._validation_rows = min(validation_rows, len(validation))
 
+    @property
+    def num_rows(self) -> int:
+        """Training rows of an epoch."""
+        return len(self._train)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of a global batch, padding included."""
+        return self._batch_size * self._train.tokens.shape[1]
+
     def batch(self, step: int) -> Batch:
         """The batch of an optimizer step."""
         size = self._batch_size

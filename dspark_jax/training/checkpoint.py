@@ -1,0 +1,249 @@
+"""Checkpoints of a run: plain named arrays in Orbax, latest N and the best, exact resume.
+
+A run's data position and random keys are functions of its step, so drafter, optimizer state and
+step are everything there is to save.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from dspark_jax.core.config import RunConfig, from_mapping, to_mapping
+from dspark_jax.core.errors import UserError
+from dspark_jax.core.metrics import write_json
+from dspark_jax.core.sharding import abstract
+from dspark_jax.core.trees import from_plain, named, to_plain, with_arrays
+from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.layers import RopeConfig
+from dspark_jax.models.target import TargetConfig
+from dspark_jax.training.step import TrainState
+from dspark_jax.weights.fingerprint import Fingerprint
+from dspark_jax.weights.safetensors import read_json
+
+BEST_METRIC = "expected_accepted_length"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """WORKDIR/config.json: everything needed to use a run's drafter."""
+
+    config: RunConfig
+    fingerprint: Fingerprint  # of the target
+    target_directory: str
+    target_config: TargetConfig
+    architectures: tuple[str, ...]  # of the target, as its config names them
+
+    @property
+    def shape(self) -> DrafterShape:
+        """The drafter's shape."""
+        return DrafterShape.of(self.config.drafter, self.target_config)
+
+
+def write_record(workdir: Path, record: RunRecord) -> None:
+    """Writes WORKDIR/config.json."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    value = dataclasses.asdict(record)
+    value["config"] = to_mapping(record.config)
+    write_json(workdir / "config.json", value)
+
+
+def read_record(workdir: Path) -> RunRecord:
+    """Reads WORKDIR/config.json.
+
+    Raises:
+      UserError: no run here, or a damaged record.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise UserError(f"{workdir}: no run here (config.json is missing); train one first")
+    value = read_json(path)
+    try:
+        target = dict(value["target_config"])
+        target["rope"] = RopeConfig(**target["rope"])
+        return RunRecord(
+            config=from_mapping(RunConfig, value["config"]),
+            fingerprint=Fingerprint(**value["fingerprint"]),
+            target_directory=value["target_directory"],
+            target_config=TargetConfig(**target),
+            architectures=tuple(value["architectures"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error}); restore it or train again") from None
+
+
+def open_checkpoints(workdir: Path, keep: int) -> ocp.training.Checkpointer:
+    """The checkpoints of a run: the latest `keep` and the best by expected accepted length.
+
+    Saving is decided by the caller; half-written folders of killed saves are removed.
+    """
+    policies = ocp.training.preservation_policies
+    best = policies.BestN(
+        get_metric_fn=lambda metrics: metrics[BEST_METRIC],
+        n=1,
+        keep_checkpoints_without_metrics=False,
+    )
+    return ocp.training.Checkpointer(
+        workdir.absolute() / "checkpoints",
+        save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+        preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
+        cleanup_tmp_directories=True,
+    )
+
+
+def save(
+    run: ocp.training.Checkpointer, state: TrainState, step: int, expected_length: float
+) -> None:
+    """Starts an asynchronous save; the arrays are copied before this returns.
+
+    Args:
+      step: updates made, as a host integer (reading the state's would wait for the device).
+      expected_length: latest expected accepted length on the validation split; ranks checkpoints.
+    """
+    items = {"drafter": named(state.drafter), "optimizer": to_plain(state.opt_state)}
+    run.save_checkpointables_async(
+        step, items, metrics={BEST_METRIC: expected_length}, overwrite=False
+    )
+
+
+def restore_latest(run: ocp.training.Checkpointer, init, *args: Any) -> tuple[TrainState, int]:
+    """The newest complete checkpoint as a state on the current mesh, whatever mesh saved it.
+
+    A checkpoint that cannot be read is passed over with a warning that names it.
+
+    Args:
+      init, args: `init(*args)` would make a fresh state; only its shapes are used.
+
+    Returns:
+      State and step.
+
+    Raises:
+      UserError: there are checkpoints, but none can be read.
+    """
+    template = abstract(init, *args)
+    wanted = {"drafter": named(template.drafter), "optimizer": to_plain(template.opt_state)}
+    damaged = []
+    for checkpoint in reversed(run.checkpoints):
+        step = checkpoint.step
+        try:
+            items = run.load_checkpointables(step, wanted)
+        except Exception as error:  # orbax raises many kinds for damaged folders
+            logging.warning("checkpoint %s cannot be read (%s); using an older one", step, error)
+            damaged.append(step)
+            continue
+        drafter = with_arrays(template.drafter, items["drafter"])
+        opt_state = from_plain(template.opt_state, items["optimizer"])
+        at = jax.device_put(jnp.asarray(step, jnp.int32), template.step.sharding)
+        for bad in damaged:  # their step numbers will be written again
+            shutil.rmtree(run.directory / str(bad), ignore_errors=True)
+        if damaged:
+            run.reload()
+        return TrainState(at, drafter, opt_state), step
+    raise UserError(
+        f"{run.directory}: none of the checkpoints {damaged} can be read; restore one or delete "
+        "the folder to start anew"
+    )
+
+
+def checkpoint_steps(workdir: Path) -> dict[int, float]:
+    """Complete checkpoints of a run: {step: expected accepted length}, ascending.
+
+    Raises:
+      UserError: there is none.
+    """
+    folder = workdir.absolute() / "checkpoints"
+    steps = {}
+    if folder.is_dir():
+        with _quiet(), ocp.training.Checkpointer(folder) as run:
+            for checkpoint in run.checkpoints:
+                steps[checkpoint.step] = (checkpoint.metrics or {}).get(BEST_METRIC, 0.0)
+    if not steps:
+        raise UserError(f"{workdir}: no finished checkpoint in checkpoints/; train first")
+    return steps
+
+
+def choose_step(workdir: Path, which: str) -> int:
+    """The step meant by "best", "latest" or a number."""
+    steps = checkpoint_steps(workdir)
+    if which == "best":
+        return max(steps, key=lambda step: (steps[step], step))
+    if which == "latest":
+        return max(steps)
+    if not which.isdigit() or int(which) not in steps:
+        raise UserError(
+            f"{workdir}: no checkpoint {which!r}; there are best, latest, "
+            f"{', '.join(map(str, steps))}"
+        )
+    return int(which)
+
+
+def load_arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
+    """The drafter's arrays of a checkpoint as numpy: no model, no mesh, any machine.
+
+    Raises:
+      UserError: the checkpoint is damaged.
+    """
+    path = workdir.absolute() / "checkpoints" / str(step)
+    try:
+        saved = ocp.checkpointables_metadata(path).metadata["drafter"]
+        host = jax.tree.map(lambda m: np.empty(m.shape, m.dtype), saved)
+        arrays = ocp.load_checkpointables(path, {"drafter": host})["drafter"]
+    except Exception as error:  # orbax raises many kinds for damaged folders
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(
+            f"{path}: damaged checkpoint ({type(error).__name__}: {reason}); use another --step"
+        ) from None
+    return dict(arrays)
+
+
+def load_drafter(record: RunRecord, workdir: Path, step: int) -> Drafter:
+    """The drafter of a checkpoint on the current mesh."""
+    template = abstract_drafter(record.shape)
+    arrays = load_arrays(workdir, step)
+    try:
+        placed = {
+            name: jax.device_put(arrays[name], wanted.sharding)
+            for name, wanted in named(template).items()
+        }
+        if any(placed[n].shape != w.shape for n, w in named(template).items()):
+            raise ValueError("shapes differ")
+        return with_arrays(template, placed)
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"{workdir}: checkpoint {step} does not fit config.json ({error})"
+        ) from None
+
+
+def abstract_drafter(shape: DrafterShape) -> Drafter:
+    """Shapes and shardings of a drafter on the current mesh."""
+    from flax import nnx
+
+    return abstract(lambda key: Drafter(shape, rngs=nnx.Rngs(key)), jax.random.key(0))
+
+
+def save_drafter(workdir: Path, arrays: dict[str, np.ndarray], step: int = 0) -> None:
+    """Writes a checkpoint that holds a drafter only (an import)."""
+    with _quiet(), ocp.training.Checkpointer(workdir.absolute() / "checkpoints") as run:
+        run.save_checkpointables(
+            step, {"drafter": dict(arrays)}, metrics={BEST_METRIC: 0.0}, force=True
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax warns of things that are meant this way."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
