@@ -29,7 +29,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         target_layer_ids=(1, 8, 15, 22, 27),
         mask_token_id=3,
         block_size=7,
-        num_layers=2,
+        num_layers=3,
         markov_head="vanilla",
         markov_rank=64,
         confidence_head=True,
@@ -40,7 +40,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
     c.train = config_dict.create(
         global_batch_size=4,
         accumulation=1,
-        num_anchors=96,
+        num_anchors=64,
         num_steps=0,
         num_epochs=4,
         learning_rate=1.5e-3,
@@ -53,6 +53,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         keep_checkpoints=2,
         validation_rows=16,
         loss_chunk=256,
+        feature_memory_gb=10.0,
     )
     if variant:
         raise ValueError(f"unknown variant {variant!r}")

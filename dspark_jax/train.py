@@ -169,6 +169,7 @@ def _open_source(config: RunConfig, target: OpenedTarget, workdir: Path) -> Loca
         accumulation=options.accumulation,
         seed=config.seed,
         validation_rows=options.validation_rows,
+        cache_bytes=int(options.feature_memory_gb * 2**30),
     )
 
 

@@ -128,6 +128,8 @@ class TrainConfig:
       num_anchors: at most so many anchors per row.
       num_steps: updates; 0 = `num_epochs` over the data.
       loss_chunk: slots whose logits exist at once.
+      feature_memory_gb: host memory in which target features of training rows are kept, so that
+        later epochs do not run the target again; 0 = always run it.
     """
 
     global_batch_size: int = 512
@@ -147,6 +149,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     validation_rows: int = 16
     loss_chunk: int = 256
+    feature_memory_gb: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,7 @@ class LocalSource:
         accumulation: int,
         seed: int,
         validation_rows: int,
+        cache_bytes: int = 0,
     ):
         self._target = target
         self._taps = taps
@@ -61,6 +62,7 @@ class LocalSource:
         self._accumulation = accumulation
         self._seed = seed
         self._validation_rows = min(validation_rows, len(validation))
+        self._memory = _Memory(cache_bytes)
 
     @property
     def num_rows(self) -> int:
@@ -76,7 +78,11 @@ class LocalSource:
         """The batch of an optimizer step."""
         size = self._batch_size
         rows = batch_rows(step, num_rows=len(self._train), batch_size=size, seed=self._seed)
-        return self._features(self._train, rows, self._accumulation)
+        if (kept := self._memory.get(rows)) is not None:
+            return self._remembered(rows, *kept)
+        batch = self._features(self._train, rows, self._accumulation)
+        self._memory.put(rows, batch)
+        return batch
 
     def names(self, step: int) -> list[str]:
         """Documents of a step's batch, for error messages."""
@@ -97,16 +103,25 @@ class LocalSource:
             batches.append(self._features(self._validation, rows, 1, pad_to=size))
         return batches
 
+    def _remembered(self, rows: np.ndarray, taps: np.ndarray, hidden: np.ndarray) -> Batch:
+        packed, put = self._train, functools.partial(_placed, micro=self._accumulation)
+        return Batch(
+            put(packed.tokens[rows]),
+            put(packed.loss_mask[rows]),
+            put(packed.documents[rows]),
+            put(packed.positions[rows]),
+            put(rows.astype(np.int32)),
+            put(taps),
+            put(hidden),
+        )
+
     def _features(self, packed: PackedRows, rows: np.ndarray, micro: int, pad_to: int = 0) -> Batch:
         missing = max(pad_to - len(rows), 0)
         chosen = np.concatenate([rows, np.zeros(missing, rows.dtype)])
         loss_mask = packed.loss_mask[chosen]
         loss_mask[len(rows) :] = False
 
-        def put(x: np.ndarray) -> jax.Array:
-            shaped = x.reshape(micro, len(chosen) // micro, *x.shape[1:])
-            return place(shaped, None, "batch", *[None] * (x.ndim - 1))
-
+        put = functools.partial(_placed, micro=micro)
         return add_features(
             self._target,
             put(packed.tokens[chosen]),
@@ -116,6 +131,51 @@ class LocalSource:
             put(chosen.astype(np.int32)),
             taps=self._taps,
         )
+
+
+def _placed(x: np.ndarray, micro: int) -> jax.Array:
+    """[rows, ...] on the mesh as [M, B, ...]."""
+    shaped = x.reshape(micro, len(x) // micro, *x.shape[1:])
+    return place(shaped, None, "batch", *[None] * (x.ndim - 1))
+
+
+class _Memory:
+    """Features of training rows kept in host memory, so that later epochs skip the target.
+
+    Holds as many rows as fit into its bytes and nothing on disk. A batch is taken over at the
+    next call, when the device is done with it, so dispatch never waits.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._used = 0
+        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._fresh: tuple[np.ndarray, Batch] | None = None
+
+    def put(self, rows: np.ndarray, batch: Batch) -> None:
+        """Remembers a batch that was just dispatched."""
+        if self._limit:
+            self._fresh = (rows, batch)
+
+    def get(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Taps and last hidden of the rows, if all are there."""
+        if self._fresh is not None:
+            self._take(*self._fresh)
+            self._fresh = None
+        if not all(int(row) in self._rows for row in rows):
+            return None
+        kept = [self._rows[int(row)] for row in rows]
+        return np.stack([taps for taps, _ in kept]), np.stack([hidden for _, hidden in kept])
+
+    def _take(self, rows: np.ndarray, batch: Batch) -> None:
+        taps, hidden = np.asarray(batch.taps), np.asarray(batch.last_hidden)
+        taps = taps.reshape(-1, *taps.shape[2:])
+        hidden = hidden.reshape(-1, *hidden.shape[2:])
+        for index, row in enumerate(rows):
+            size = taps[index].nbytes + hidden[index].nbytes
+            if int(row) not in self._rows and self._used + size <= self._limit:
+                self._rows[int(row)] = (taps[index].copy(), hidden[index].copy())
+                self._used += size
 
 
 def check_features(batch: Batch, taps: tuple[int, ...]) -> str | None:
