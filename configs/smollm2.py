@@ -38,18 +38,18 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
     )
     c.loss = config_dict.create(ce=1.0, l1=0.9, confidence=0.3, decay=4.0)
     c.train = config_dict.create(
-        global_batch_size=4,
+        global_batch_size=2,
         accumulation=1,
         num_anchors=64,
         num_steps=0,
         num_epochs=4,
-        learning_rate=1.5e-3,
+        learning_rate=1e-3,
         warmup_fraction=0.04,
         weight_decay=0.0,
         clip_norm=1.0,
         log_every=10,
-        validate_every=100,
-        checkpoint_every=100,
+        validate_every=250,
+        checkpoint_every=250,
         keep_checkpoints=2,
         validation_rows=16,
         loss_chunk=256,

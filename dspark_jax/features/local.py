@@ -63,6 +63,7 @@ class LocalSource:
         self._seed = seed
         self._validation_rows = min(validation_rows, len(validation))
         self._memory = _Memory(cache_bytes)
+        self._validation_batches: list[Batch] = []  # kept only if training rows are
 
     @property
     def num_rows(self) -> int:
@@ -96,11 +97,15 @@ class LocalSource:
         A last batch that is not full is filled with row 0 without supervision, so nothing
         compiles anew and no row counts twice.
         """
+        if self._validation_batches:
+            return self._validation_batches
         size = self._batch_size // self._accumulation
         batches = []
         for start in range(0, self._validation_rows, size):
             rows = np.arange(start, min(start + size, self._validation_rows))
             batches.append(self._features(self._validation, rows, 1, pad_to=size))
+        if self._memory.enabled:
+            self._validation_batches = batches
         return batches
 
     def _remembered(self, rows: np.ndarray, taps: np.ndarray, hidden: np.ndarray) -> Batch:
@@ -151,6 +156,11 @@ class _Memory:
         self._used = 0
         self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._fresh: tuple[np.ndarray, Batch] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is remembered."""
+        return self._limit > 0
 
     def put(self, rows: np.ndarray, batch: Batch) -> None:
         """Remembers a batch that was just dispatched."""
