@@ -22,7 +22,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         max_prompt_tokens=256,
         max_new_tokens=192,
         generation_batch=64,
-        sequence_length=512,
+        sequence_length=1024,
         validation_fraction=0.04,
     )
     c.drafter = config_dict.create(
@@ -34,17 +34,18 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         markov_rank=64,
         confidence_head=True,
         sample_from_anchor=True,
+        init="target",
         dtype="float32",
     )
     c.loss = config_dict.create(ce=1.0, l1=0.9, confidence=0.3, decay=4.0)
     c.train = config_dict.create(
-        global_batch_size=2,
+        global_batch_size=1,
         accumulation=1,
-        num_anchors=64,
+        num_anchors=96,
         num_steps=0,
         num_epochs=4,
         learning_rate=1e-3,
-        warmup_fraction=0.04,
+        warmup_fraction=0.02,
         weight_decay=0.0,
         clip_norm=1.0,
         log_every=10,

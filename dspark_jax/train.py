@@ -35,6 +35,7 @@ from dspark_jax.data.opened import OpenedTarget, open_target
 from dspark_jax.decoding.responses import prepare_dataset
 from dspark_jax.features.local import LocalSource, check_features
 from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.warm_start import check_warm_start
 from dspark_jax.training.checkpoint import (
     RunRecord,
     open_checkpoints,
@@ -64,6 +65,8 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
     with jax.set_mesh(make_mesh(config.mesh.fsdp, config.mesh.tp)):
         target = open_target(config.target, config.target_dtype)
         shape = DrafterShape.of(config.drafter, target.model.config)
+        if config.drafter.init == "target":
+            check_warm_start(shape, target.model.config)
         _check_mask_token(config, target)
         _check_same_run(config, target, workdir)
         source = _open_source(config, target, workdir)
@@ -84,9 +87,9 @@ def _train(
     head = target.model.head
     checkpoints = open_checkpoints(workdir, options.keep_checkpoints)
     if checkpoints.latest:
-        state, start = restore_latest(checkpoints, init, jax.random.key(config.seed))
+        state, start = restore_latest(checkpoints, init, jax.random.key(config.seed), target.model)
     else:
-        state, start = jax.jit(init)(jax.random.key(config.seed)), 0
+        state, start = jax.jit(init)(jax.random.key(config.seed), target.model), 0
     batch = source.batch(start)
     if problem := check_features(batch, config.drafter.target_layer_ids):
         raise UserError(f"step {start}: {problem}; check the target's weights and target_dtype")

@@ -68,7 +68,8 @@ class DrafterConfig:
         slot k proposes anchor+k and slot 0 nothing (original DFlash). One flag for labels,
         previous tokens, decay, decoding and export.
       intermediate_size, num_heads, num_kv_heads, head_dim: 0 = the target's.
-      init: "normal" = N(0, 0.02) everywhere (DeepSpec).
+      init: "normal" = N(0, 0.02) everywhere (DeepSpec); "target" = layers and final norm start as
+        the target's last ones (models/warm_start.py): much further in a short run.
       dtype: compute dtype; parameters are always float32.
     """
 
@@ -86,10 +87,12 @@ class DrafterConfig:
     num_heads: int = 0
     num_kv_heads: int = 0
     head_dim: int = 0
+    init: str = "normal"
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         check_choice("drafter.markov_head", self.markov_head, MARKOV_HEADS)
+        check_choice("drafter.init", self.init, ("normal", "target"))
         check_choice("drafter.dtype", self.dtype, ("float32", "bfloat16"))
         if (self.markov_head == "none") != (self.markov_rank == 0):
             raise UserError(

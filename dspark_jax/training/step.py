@@ -16,7 +16,8 @@ from flax import nnx
 from dspark_jax.core.config import DrafterConfig, LossConfig, TrainConfig
 from dspark_jax.features.source import Batch
 from dspark_jax.models.drafter import Drafter, DrafterShape
-from dspark_jax.models.target import TargetHead
+from dspark_jax.models.target import Target, TargetHead
+from dspark_jax.models.warm_start import warm_start
 from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors, slot_weights
 from dspark_jax.training.losses import Sums, dspark_loss
 
@@ -61,10 +62,12 @@ def learning_rate(config: TrainConfig, num_steps: int) -> optax.Schedule:
 
 
 def init_state(
-    key: jax.Array, *, shape: DrafterShape, tx: optax.GradientTransformation
+    key: jax.Array, target: Target, *, shape: DrafterShape, tx: optax.GradientTransformation
 ) -> TrainState:
     """A fresh drafter and its optimizer state; jit it to make both where they will live."""
     drafter = Drafter(shape, rngs=nnx.Rngs(key))
+    if shape.config.init == "target":
+        drafter = warm_start(drafter, target)
     return TrainState(jnp.zeros((), jnp.int32), drafter, tx.init(drafter))
 
 
