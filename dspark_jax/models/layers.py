@@ -120,6 +120,30 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     return jnp.einsum("bkqts,bksh->bkqth", weights, v)
 
 
+def attend_causally(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, chunk: int = 256
+) -> jax.Array:
+    """`attend` where key i belongs to query i and no query sees a later key.
+
+    Queries go in chunks that meet only the keys up to their own end: about half the work and the
+    memory of the whole square.
+
+    Args:
+      q: [B, K, Q, S, H]; k: [B, K, H, S]; v: [B, K, S, H].
+      mask: bool[B, S, S], False above the diagonal.
+    """
+    length = q.shape[3]
+    parts = []
+    for first in range(0, length, chunk):
+        end = min(first + chunk, length)
+        parts.append(
+            attend(
+                q[:, :, :, first:end], k[..., :end], v[:, :, :end], mask[:, first:end, :end]
+            )
+        )
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
+
+
 class Attention(nnx.Module):
     """Projections of grouped-query attention, with optional per-head q/k norms (Qwen3)."""
 

@@ -11,9 +11,24 @@ from flax import nnx
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import einsum, gather_rows, param
 from dspark_jax.models.cache import KVCache, LayerCache, write
-from dspark_jax.models.layers import Attention, Mlp, RopeConfig, attend, rms_norm, rope_angles
+from dspark_jax.models.layers import (
+    Attention,
+    Mlp,
+    RopeConfig,
+    attend,
+    attend_causally,
+    rms_norm,
+    rope_angles,
+)
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# RoPE kinds and the parameters that have no default.
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +72,8 @@ class TargetConfig:
             ("mlp_bias", False),
             ("use_sliding_window", False),
             ("hidden_act", "silu"),
+            ("quantization_config", None),
+            ("partial_rotary_factor", 1.0),  # engines disagree on it for these families
         ):
             if config.get(key, wanted) not in (wanted, None):
                 raise UserError(f"{where}: {key}={config[key]!r} is not supported")
@@ -86,15 +103,29 @@ def rope_from_hf(config: Mapping[str, Any], where: str) -> RopeConfig:
     """RoPE of a config, from whichever place its writer used.
 
     theta may stand at the top, in `rope_parameters` (transformers 5) or `rope_scaling`; values
-    that disagree are an error, never a choice.
+    that disagree are an error, never a choice, and so is a parameter that would be ignored.
     """
-    nested = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    thetas = {float(d["rope_theta"]) for d in (config, nested) if d.get("rope_theta") is not None}
+    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    nested = {**old, **new}
+    sources = (config, old, new)
+    thetas = {float(d["rope_theta"]) for d in sources if d.get("rope_theta") is not None}
     if len(thetas) != 1:
         raise UserError(f"{where}: rope_theta is {sorted(thetas) or 'missing'}; need one value")
+    for key in sorted(set(old) & set(new) - {"rope_theta"}):
+        if old[key] != new[key]:
+            raise UserError(
+                f"{where}: {key} is {old[key]!r} in rope_scaling and {new[key]!r} in "
+                "rope_parameters; need one value"
+            )
     kind = nested.get("rope_type") or nested.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in _ROPE_NEEDS:
         raise UserError(f"{where}: rope_type {kind!r} is not supported")
+    for key in _ROPE_NEEDS[kind]:
+        if nested.get(key) is None:
+            raise UserError(f"{where}: rope_type {kind!r} needs {key!r}, which is missing")
+    for key, default in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
+        if nested.get(key, default) not in (default, None):
+            raise UserError(f"{where}: RoPE parameter {key}={nested[key]!r} is not supported")
     original = nested.get("original_max_position_embeddings")
     original = original or config.get("original_max_position_embeddings")
     partial = nested.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
@@ -174,7 +205,8 @@ class DecoderLayer(nnx.Module):
             cache = write(cache, k, v, at)
             k, v = cache.k.astype(x.dtype), cache.v.astype(x.dtype)
         q = self.attention.queries(normed, cos, sin, eps)
-        x = x + self.attention.output(attend(q, k, v, mask))
+        attention = attend_causally if cache is None else attend
+        x = x + self.attention.output(attention(q, k, v, mask))
         return x + self.mlp(rms_norm(x, self.post_norm[...], eps)), cache
 
 
