@@ -1,0 +1,272 @@
+"""What a drafter's config.json says, in whichever layout its writer used; strict, never guessing.
+
+Reads the speculators layout (flags beside `transformer_layer_config`, layers counted from 1) and
+the flat DeepSpec layout (`target_layer_ids`, counted from 0). A field may stand in any of the
+sections that writers use. Two that disagree are an error, and so is an absent one whose default
+differs between readers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from dspark_jax.core.config import DrafterConfig
+from dspark_jax.core.errors import UserError
+from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.layers import RopeConfig
+from dspark_jax.models.target import rope_from_hf
+from dspark_jax.weights.safetensors import read_json
+
+_SECTIONS = ("transformer_layer_config", "dflash_config", "dspark_config")
+_ROPE_KEYS = {
+    "rope_theta",
+    "rope_type",
+    "type",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+}
+
+
+class DrafterFile:
+    """config.json of a drafter, looked up in all the sections that writers use."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.value = read_json(path)
+        self.sections = {"": self.value}
+        for name in _SECTIONS:
+            if name in self.value:
+                self.sections[f"{name}."] = self.section(name)
+
+    def section(self, *names: str) -> dict[str, Any]:
+        """A nested object, empty if absent."""
+        value: Any = self.value
+        for name in names:
+            value = value.get(name) or {}
+            if not isinstance(value, dict):
+                raise UserError(f"{self.path}: {'.'.join(names)} must be an object")
+        return value
+
+    def find(self, name: str, kind: type, places: dict[str, dict] | None = None) -> Any:
+        """The value of a field wherever it stands; None if nowhere, an error if in dispute.
+
+        `kind` float takes integers too, int no booleans and nothing negative.
+        """
+        found = {
+            f"{section}{name}": values[name]
+            for section, values in (places or self.sections).items()
+            if values.get(name) is not None
+        }
+        for path, value in found.items():
+            good = isinstance(value, (int, float) if kind is float else kind)
+            good = good and (kind is bool or not isinstance(value, bool))
+            if not good or (kind is int and value < 0):
+                raise UserError(f"{self.path}: {path}={value!r}, which cannot be")
+        return self.agreed(found)
+
+    def require(self, name: str, kind: type, least: int = 0) -> Any:
+        """The value of a field that has no default."""
+        value = self.find(name, kind)
+        if value is None:
+            raise UserError(f"{self.path}: {name} is missing; add it, it is never guessed")
+        if kind is int and value < least:
+            raise UserError(f"{self.path}: {name}={value}, at least {least}")
+        return value
+
+    def agreed(self, found: dict[str, Any]) -> Any:
+        """The one value of all paths, or None without any."""
+        (path, value), *others = found.items() if found else [("", None)]
+        for other, there in others:
+            if there != value:
+                raise UserError(f"{self.path}: {path}={value!r} but {other}={there!r}; keep one")
+        return value
+
+
+def read_shape(file: DrafterFile) -> DrafterShape:
+    """The drafter's shape; target_layers, which no file tells, is 0.
+
+    Raises:
+      UserError: a field is absent, of the wrong kind or in dispute, or means a drafter that this
+        package cannot express. By name.
+    """
+    layout = _check_expressible(file)
+    rank, head, confidence, with_markov = _heads(file, layout)
+    anchor = file.find("sample_from_anchor", bool)
+    if anchor is None and layout == "deepspec":
+        anchor = True  # that layout has no such field and no other mode
+    if anchor is None:
+        raise UserError(
+            f"{file.path}: sample_from_anchor is missing, which some readers take for true and "
+            "some for false: add what the drafter was trained with"
+        )
+    config = DrafterConfig(
+        target_layer_ids=_taps(file),
+        mask_token_id=file.require("mask_token_id", int),
+        block_size=file.require("block_size", int),
+        num_layers=file.require("num_hidden_layers", int),
+        markov_head=head,
+        markov_rank=rank,
+        confidence_head=confidence,
+        confidence_with_markov=with_markov,
+        sample_from_anchor=anchor,
+        intermediate_size=file.require("intermediate_size", int, 1),
+        num_heads=file.require("num_attention_heads", int, 1),
+        num_kv_heads=file.require("num_key_value_heads", int, 1),
+        head_dim=file.require("head_dim", int, 1),
+        dtype="float32",
+    )
+    vocab, positions = (
+        file.require("vocab_size", int, 1),
+        file.require("max_position_embeddings", int, 1),
+    )
+    if config.mask_token_id >= vocab:
+        raise UserError(f"{file.path}: mask_token_id={config.mask_token_id}, vocab_size={vocab}")
+    if config.num_heads % config.num_kv_heads:
+        raise UserError(
+            f"{file.path}: num_attention_heads={config.num_heads} is no multiple of "
+            f"num_key_value_heads={config.num_kv_heads}"
+        )
+    _check_proposals(file, config)
+    return DrafterShape(
+        config=config,
+        hidden_size=file.require("hidden_size", int, 1),
+        vocab_size=vocab,
+        target_layers=0,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=float(file.require("rms_norm_eps", float)),
+        rope=_rope(file, positions),
+        max_positions=positions,
+    )
+
+
+def _check_proposals(file: DrafterFile, config: DrafterConfig) -> None:
+    """An engine may be told to take fewer proposals than the block gives, never more."""
+    methods = file.section("speculators_config").get("proposal_methods") or []
+    for index, method in enumerate(methods):
+        wanted = method.get("speculative_tokens") if isinstance(method, dict) else None
+        if isinstance(wanted, int) and wanted > config.num_proposals:
+            raise UserError(
+                f"{file.path}: speculators_config.proposal_methods[{index}].speculative_tokens="
+                f"{wanted}, but block_size={config.block_size} with sample_from_anchor="
+                f"{config.sample_from_anchor} gives {config.num_proposals} proposals"
+            )
+
+
+def _check_expressible(file: DrafterFile) -> str:
+    """The layout: dspark, dflash or deepspec. Refuses what our drafter cannot be, by the flag."""
+    kind = file.value.get("speculators_model_type")
+    classes = " ".join(map(str, file.find("architectures", list, {"": file.value}) or []))
+    if kind not in (None, "dspark", "dflash"):
+        raise UserError(f"{file.path}: speculators_model_type={kind!r}; only dspark and dflash")
+    if kind is None and "DSpark" not in classes and "DFlash" not in classes:
+        raise UserError(f"{file.path}: architectures={classes!r}; no DSpark or DFlash drafter")
+    layers = file.section("transformer_layer_config") or file.value
+    if layers.get("model_type", "qwen3") != "qwen3":
+        raise UserError(f"{file.path}: model_type={layers['model_type']!r}; only qwen3 layers")
+    vocab, hidden = file.require("vocab_size", int), file.require("hidden_size", int)
+    for name, fits in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+        ("target_hidden_size", hidden),
+        ("draft_vocab_size", vocab),
+    ):
+        for section, values in file.sections.items():
+            if values.get(name) not in (None, fits):
+                raise UserError(
+                    f"{file.path}: {section}{name}={values[name]!r} is not supported, only {fits!r}"
+                )
+    kinds, count = file.find("layer_types", list) or [], file.require("num_hidden_layers", int)
+    if kinds and kinds != ["full_attention"] * count:
+        raise UserError(
+            f"{file.path}: layer_types={kinds}; only {count} (num_hidden_layers) times "
+            "'full_attention' is supported"
+        )
+    return kind or ("deepspec" if "DSpark" in classes else "dflash")
+
+
+def _heads(file: DrafterFile, layout: str) -> tuple[int, str, bool, bool]:
+    """Markov rank and head, confidence head, and whether that sees the Markov row.
+
+    The rank decides whether there is a Markov head, not the name of the class: DeepSpec's DFlash
+    drafters carry the DSpark class and rank 0.
+    """
+    if layout == "dflash":  # such files need not say that they have no heads
+        rank = file.find("markov_rank", int) or 0
+        confidence = file.find("enable_confidence_head", bool) or False
+    else:
+        rank = file.require("markov_rank", int)
+        confidence = file.require("enable_confidence_head", bool)
+    head = file.require("markov_head_type", str) if rank else "none"
+    with_markov = False
+    if confidence and rank:
+        with_markov = file.require("confidence_head_with_markov", bool)
+    elif confidence and file.find("confidence_head_with_markov", bool):
+        raise UserError(f"{file.path}: confidence_head_with_markov=True, but markov_rank=0")
+    return rank, head, confidence, with_markov
+
+
+def _taps(file: DrafterFile) -> tuple[int, ...]:
+    """Our 0-based layer ids from whichever convention the writer used."""
+    found = {}
+    for name, offset in (
+        ("aux_hidden_state_layer_ids", 1),
+        ("eagle_aux_hidden_state_layer_ids", 1),
+        ("target_layer_ids", 0),
+    ):
+        ids = file.find(name, list)
+        if ids is not None:
+            if not all(isinstance(tap, int) and tap >= offset - 1 for tap in ids):
+                raise UserError(f"{file.path}: {name}={ids}, which cannot be")
+            found[f"{name} less {offset}"] = tuple(tap - offset for tap in ids)
+    taps = file.agreed(found)
+    if not taps:
+        raise UserError(
+            f"{file.path}: aux_hidden_state_layer_ids is missing; the tapped layers are never "
+            "guessed"
+        )
+    return taps
+
+
+def _rope(file: DrafterFile, positions: int) -> RopeConfig:
+    """RoPE from wherever its writer put theta and the scaling; places that disagree are an error.
+
+    theta alone, which our own exports mirror at the top, is no second scaling.
+    """
+    places, scalings = {}, {}
+    for section, values in file.sections.items():
+        places[section] = values
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = values.get(name)
+            if not isinstance(rope, dict):
+                continue
+            if unknown := sorted(set(rope) - _ROPE_KEYS):
+                raise UserError(f"{file.path}: {section}{name}.{unknown[0]} is not supported")
+            places[f"{section}{name}."] = rope
+            kept = {key: rope[key] for key in rope if key not in ("rope_theta", "type")}
+            kept["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+            scalings[f"{section}{name}"] = kept
+    theta = file.find("rope_theta", float, places)
+    if theta is None:
+        raise UserError(f"{file.path}: rope_theta is missing; add it, it is never guessed")
+    scaling = dict(file.agreed(scalings) or {"rope_type": "default"})
+    if scaling["rope_type"] != "default" and scaling.get("factor") is None:
+        raise UserError(f"{file.path}: rope_type {scaling['rope_type']!r} needs a factor")
+    for name, kind in (
+        ("partial_rotary_factor", float),
+        ("original_max_position_embeddings", int),
+    ):
+        value = file.find(name, kind, places)
+        if value is not None:
+            scaling[name] = value
+    flat = {"rope_theta": theta, "rope_parameters": scaling, "max_position_embeddings": positions}
+    return rope_from_hf(flat, str(file.path))

@@ -1,0 +1,200 @@
+"""Drafters out of other folders: the inverse of export.py.
+
+`drafter_file.py` reads what the config says; here the tensors are matched with it by name, whatever
+file they are in, and every one that is missing, unknown or misshapen is an error.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.core.errors import UserError
+from dspark_jax.core.trees import named
+from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.weights import names
+from dspark_jax.weights.compare import empty_drafter
+from dspark_jax.weights.drafter_file import DrafterFile, read_shape
+from dspark_jax.weights.fingerprint import Fingerprint
+from dspark_jax.weights.safetensors import TensorFiles, read_json
+
+RECORD = "dspark_jax.json"
+_FLOATS = ("F16", "BF16", "F32", "F64")
+# The target's own tensors, which some writers put into the drafter's file as well.
+_BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}
+_TABLES = ("d2t", "t2d")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """dspark_jax.json, where there is one."""
+
+    step: int
+    recipe: dict[str, Any]
+    fingerprint: Fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedDrafter:
+    """What a folder says of its drafter, and the arrays."""
+
+    directory: Path
+    shape: DrafterShape  # target_layers is unknown to the files and 0
+    arrays: dict[str, np.ndarray]  # float32, by our names
+    verifier: str  # the target the files name; "" if none
+    stored_dtype: str  # of the files: bfloat16 (or float16), else float32
+    borrowed: dict[str, str]  # the target's tensors that are in the files too -> what they are
+    record: Record | None
+    notes: tuple[str, ...]  # what was filled in, for the user
+
+
+def read_speculators(directory: Path) -> ImportedDrafter:
+    """Reads a drafter. Needs a current mesh, as all shapes do; the arrays stay on the host.
+
+    Raises:
+      UserError: damaged files; fields absent or in dispute; a drafter this package cannot express;
+        tensors missing, unknown or of the wrong shape. By name.
+    """
+    file = DrafterFile(directory / "config.json")
+    shape = read_shape(file)
+    files = TensorFiles(directory)
+    stored = _by_plain_name(files)
+    borrowed = {stored.pop(name): what for name, what in _BORROWED.items() if name in stored}
+    for name in _TABLES:
+        if name in stored:
+            _check_identity(files, stored.pop(name), name, shape.vocab_size)
+    arrays, notes = _arrays(files, stored, shape)
+    dtypes = {files.slice(name).get_dtype() for name in stored.values()}
+    return ImportedDrafter(
+        directory=directory,
+        shape=shape,
+        arrays=arrays,
+        verifier=str(file.section("speculators_config", "verifier").get("name_or_path") or ""),
+        stored_dtype="bfloat16" if dtypes <= {"BF16", "F16"} else "float32",
+        borrowed=borrowed,
+        record=_read_record(directory / RECORD),
+        notes=notes,
+    )
+
+
+def check_borrowed(drafter: ImportedDrafter, target_directory: Path) -> None:
+    """Embedding or LM head in the drafter's files must be the target's: ours has none of its own.
+
+    A copy in a shorter dtype counts as the same.
+
+    Raises:
+      UserError: naming the one that differs.
+    """
+    if not drafter.borrowed:
+        return
+    own, target = TensorFiles(drafter.directory), TensorFiles(target_directory)
+    for name, what in drafter.borrowed.items():
+        theirs = "lm_head.weight"
+        if what == "embedding" or theirs not in target.files:  # a tied head is the embedding
+            theirs = "model.embed_tokens.weight"
+        if not _same_table(own.slice(name), target.slice(theirs)):
+            raise UserError(
+                f"{drafter.directory}: {name!r} is not the {what} of {target_directory}; drafters "
+                "here share the target's, one with its own cannot be imported"
+            )
+
+
+def _same_table(a: Any, b: Any, rows: int = 4096) -> bool:
+    shape = a.get_shape()
+    if shape != b.get_shape():
+        return False
+    for start in range(0, shape[0], rows):
+        parts = [np.asarray(table[start : start + rows]) for table in (a, b)]
+        shorter = min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+        left, right = (part.astype(shorter).astype(np.float32) for part in parts)
+        if not np.array_equal(left, right):
+            return False
+    return True
+
+
+def _by_plain_name(files: TensorFiles) -> dict[str, str]:
+    """{name without `model.`, which means nothing: name in the files}."""
+    stored: dict[str, str] = {}
+    for name in files.names():
+        plain = name.removeprefix("model.")
+        if plain in stored:
+            raise UserError(f"{files.directory}: {stored[plain]!r} and {name!r} are one tensor")
+        stored[plain] = name
+    return stored
+
+
+def _arrays(
+    files: TensorFiles, stored: dict[str, str], shape: DrafterShape
+) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+    """Our arrays in float32, by value, and notes."""
+    wanted = {}
+    for ours, leaf in named(empty_drafter(shape)).items():
+        theirs, rows = names.to_file(names.DRAFTER, ours)
+        wanted[theirs] = (ours, leaf.shape, names.file_shape(leaf.shape, rows))
+    notes, missing = (), [name for name in wanted if name not in stored]
+    if missing == ["confidence_head.proj.bias"]:  # left out by some writers, and then 0
+        missing, notes = [], (f"{missing[0]} is not in the files: 0",)
+    unknown = [name for plain, name in stored.items() if plain not in wanted]
+    if missing or unknown:
+        problems = [f"missing {_listed(missing)}"] if missing else []
+        problems += [f"unknown {_listed(unknown)}"] if unknown else []
+        raise UserError(
+            f"{files.directory}: the tensors are not those of the drafter in config.json: "
+            f"{'; '.join(problems)}"
+        )
+    arrays = {}
+    for theirs, (ours, our_shape, file_shape) in wanted.items():
+        if theirs not in stored:
+            arrays[ours] = np.zeros(our_shape, np.float32)
+            continue
+        lazy = files.slice(stored[theirs])
+        _check_tensor(files, theirs, lazy, file_shape, shape)
+        arrays[ours] = np.ascontiguousarray(lazy[...]).astype(np.float32).reshape(our_shape)
+    return arrays, notes
+
+
+def _check_tensor(
+    files: TensorFiles, name: str, lazy: Any, wanted: tuple[int, ...], shape: DrafterShape
+) -> None:
+    found = tuple(lazy.get_shape())
+    if name == "fc.weight" and found != wanted and found[:1] == wanted[:1]:
+        raise UserError(  # never cut to fit: the config or the weights are of another drafter
+            f"{files.directory}: fc.weight {list(found)} takes {found[1] / shape.hidden_size:g} "
+            f"taps, config.json lists {len(shape.config.target_layer_ids)}"
+        )
+    if found != wanted:
+        raise UserError(
+            f"{files.directory}: tensor {name!r} has shape {list(found)}, config.json implies "
+            f"{list(wanted)}"
+        )
+    if lazy.get_dtype() not in _FLOATS:
+        raise UserError(
+            f"{files.directory}: tensor {name!r} is {lazy.get_dtype()}; quantised drafters cannot "
+            "be imported"
+        )
+
+
+def _check_identity(files: TensorFiles, stored: str, name: str, vocab: int) -> None:
+    """d2t and t2d of a full vocabulary say nothing; any other mapping is one we cannot express."""
+    table = files.read(stored)
+    if table.shape != (vocab,) or (table.any() if name == "d2t" else not table.all()):
+        raise UserError(
+            f"{files.directory}: {name} maps a pruned draft vocabulary; only drafters over the "
+            f"target's whole vocabulary ({vocab}) can be imported"
+        )
+
+
+def _listed(items: list[str], most: int = 8) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(sorted(items)[:most]) + more
+
+
+def _read_record(path: Path) -> Record | None:
+    if not path.exists():
+        return None
+    value = read_json(path)
+    try:
+        return Record(value["step"], value["config"], Fingerprint(**value["target"]))
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: damaged ({error}); delete it to import without it") from None
