@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dspark_jax.core.sharding import spec
 from dspark_jax.decoding.sampling import Purpose, SamplingParams, purpose_key, rows_finite, sample
-from dspark_jax.decoding.verify import Reason
+from dspark_jax.decoding.verify import Reason, at_slot
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.target import Target
 
@@ -67,12 +67,23 @@ def generate_plain(
         return jnp.any(state.out.reason == Reason.RUNNING)
 
     def step(state: PlainState) -> PlainState:
-        output = target(state.last[:, None], cache=state.cache)
-        running = (state.out.reason == Reason.RUNNING).astype(jnp.int32)
-        cache = output.cache.advance(running)
-        return _emit(target, output.hidden, cache, state.out, params, stop_ids, max_tokens)
+        return plain_step(target, state, params, stop_ids, max_tokens)
 
     return jax.lax.while_loop(going, step, state).out
+
+
+def plain_step(
+    target: Target,
+    state: PlainState,
+    params: SamplingParams,
+    stop_ids: jax.Array,
+    max_tokens: jax.Array,
+) -> PlainState:
+    """One token for every row, in the loop above or driven from Python. Finished rows wait."""
+    output = target(state.last[:, None], cache=state.cache)
+    running = (state.out.reason == Reason.RUNNING).astype(jnp.int32)
+    cache = output.cache.advance(running)
+    return _emit(target, output.hidden, cache, state.out, params, stop_ids, max_tokens)
 
 
 def prefill(
@@ -97,7 +108,7 @@ def prefill(
     """
     batch = prompts.shape[0]
     output = target(prompts, cache=target.empty_cache(batch, capacity), taps=taps)
-    hidden = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], axis=1)
+    hidden = at_slot(output.hidden, lengths - 1)[:, None]
     empty = Generated(
         tokens=jnp.zeros((batch, out_size), jnp.int32, out_sharding=spec("batch", None)),
         count=jnp.zeros((batch,), jnp.int32, out_sharding=spec("batch")),

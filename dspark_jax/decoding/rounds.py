@@ -20,7 +20,7 @@ from dspark_jax.decoding.sampling import (
     rows_finite,
     sample,
 )
-from dspark_jax.decoding.verify import Reason, truncate, verify, verify_greedy
+from dspark_jax.decoding.verify import Reason, at_slot, truncate, verify, verify_greedy
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.drafter import Drafter
 from dspark_jax.models.target import Target, TargetHead
@@ -184,7 +184,7 @@ def speculative_round(
     )
 
     # 4. Commit: the anchor and the accepted tokens have run; the last kept token has not.
-    last = jnp.take_along_axis(result.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    last = at_slot(result.tokens, jnp.maximum(count - 1, 0))
     return RoundState(
         anchor=jnp.where(count > 0, last, state.anchor),
         target_cache=output.cache.advance(count),

@@ -83,7 +83,7 @@ def verify_greedy(
     """
     agrees = draft_tokens == target_argmax[:, :-1]
     accepted = _prefix_length(agrees, lengths)
-    return _result(accepted, draft_tokens, _at_slot(target_argmax, accepted))
+    return _result(accepted, draft_tokens, at_slot(target_argmax, accepted))
 
 
 def acceptance_probability(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -119,7 +119,7 @@ def accepted_prefix(
     """
     slots = draft_tokens.shape[1]
     p, q = (
-        jnp.take_along_axis(probs[:, :slots], draft_tokens[..., None], axis=-1)[..., 0]
+        jax.vmap(at_slot)(probs[:, :slots], draft_tokens)
         for probs in (target_probs, draft_probs)
     )
     return _prefix_length(uniforms < acceptance_probability(p, q), lengths)
@@ -136,12 +136,12 @@ def next_distribution(
     The residual if a verified draft was rejected there, the target's own row otherwise.
     """
     slots = draft_probs.shape[1]
-    p = _at_slot(target_probs, accepted)
+    p = at_slot(target_probs, accepted)
     if slots == 0:
         return p
     verified = slots if lengths is None else lengths
     rejected = accepted < verified
-    q = _at_slot(draft_probs, jnp.minimum(accepted, slots - 1))
+    q = at_slot(draft_probs, jnp.minimum(accepted, slots - 1))
     return jnp.where(rejected[:, None], residual(p, q), p)
 
 
@@ -194,6 +194,18 @@ def truncate(
     return count.astype(jnp.int32), ended != Reason.RUNNING, ended
 
 
+def at_slot(rows: jax.Array, slot: jax.Array) -> jax.Array:
+    """rows[b, slot[b]] of rows [B, W, ...] and i32[B].
+
+    Not take_along_axis: where B is 1, that cannot tell the sharding of its result.
+    """
+
+    def row(row: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(row, index, keepdims=False)
+
+    return jax.vmap(row)(rows, slot)
+
+
 def _prefix_length(good: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """Length of the leading run of True in bool[B, G], at most `lengths`: i32[B]."""
     if lengths is not None:
@@ -204,12 +216,6 @@ def _prefix_length(good: jax.Array, lengths: jax.Array | None) -> jax.Array:
 def _first(flags: jax.Array) -> jax.Array:
     """Index of the first True of bool[B, W], W if there is none: i32[B]."""
     return jnp.sum(jnp.cumprod(1 - flags.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-
-
-def _at_slot(rows: jax.Array, slot: jax.Array) -> jax.Array:
-    """rows[b, slot[b]] of rows [B, W, ...]."""
-    index = slot.reshape(slot.shape + (1,) * (rows.ndim - 1))
-    return jnp.take_along_axis(rows, index, axis=1)[:, 0]
 
 
 def _result(accepted: jax.Array, draft_tokens: jax.Array, own: jax.Array) -> VerifyResult:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.sharding import einsum, param
+from dspark_jax.core.sharding import einsum, param, spec
 from dspark_jax.models.cache import KVCache, LayerCache, write
 from dspark_jax.models.heads import ConfidenceHead, MarkovHead
 from dspark_jax.models.layers import Attention, Mlp, RopeConfig, rms_norm, rope_angles
@@ -230,7 +230,9 @@ class Drafter(nnx.Module):
             with jax.named_scope(f"draft_layer_{index}"):
                 x = layer(x, cos, sin, context[index], visible, shape.rms_norm_eps)
         x = rms_norm(x, self.norm[...], shape.rms_norm_eps)
-        return x.reshape(batch, anchors, block, shape.hidden_size)
+        # Said outright: with one row and one anchor a reshape forgets which axis was sharded.
+        split = (batch, anchors, block, shape.hidden_size)
+        return jnp.reshape(x, split, out_sharding=spec("batch", None, None, None))
 
     def confidence_logits(self, hidden: jax.Array, rows: jax.Array | None) -> jax.Array:
         """f32[...] of hidden [..., D] and W1 rows [..., R] (ignored without Markov features)."""
