@@ -9,7 +9,7 @@ import safetensors
 from flax import nnx
 
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.sharding import abstract
+from dspark_jax.core.sharding import RULES, abstract
 from dspark_jax.core.trees import named, with_arrays
 from dspark_jax.models.target import Target, TargetConfig
 from dspark_jax.weights import names
@@ -23,7 +23,9 @@ class TensorFiles:
         index = directory / "model.safetensors.index.json"
         single = directory / "model.safetensors"
         if index.exists():
-            self.files = dict(read_json(index)["weight_map"])
+            self.files = read_json(index).get("weight_map")
+            if not isinstance(self.files, dict):
+                raise UserError(f"{index}: has no weight_map; download the model again")
         elif single.exists():
             with _open(single) as file:
                 self.files = dict.fromkeys(file.keys(), single.name)
@@ -83,6 +85,37 @@ def target_config(directory: Path, dtype: str) -> TargetConfig:
     return TargetConfig.from_hf(read_json(path), dtype, str(path))
 
 
+def _check_mesh(config: TargetConfig, where: Path) -> None:
+    """Refuses a mesh whose axes do not divide the target."""
+    mesh = jax.sharding.get_mesh()
+    for axis, field in (
+        ("heads", "num_kv_heads"),
+        ("mlp", "intermediate_size"),
+        ("vocab", "vocab_size"),
+        ("embed", "hidden_size"),
+    ):
+        size, parts = getattr(config, field), mesh.shape[RULES[axis]]
+        if size % parts:
+            raise UserError(
+                f"{where}: {field}={size} cannot be cut into the {parts} parts of mesh axis "
+                f"{RULES[axis]!r}; change --config.mesh.{RULES[axis]}"
+            )
+
+
+def _check_no_extra(files: TensorFiles, used: set[str], config: TargetConfig) -> None:
+    """Refuses tensors that the model would not use: a bias, a scale, more layers.
+
+    A second copy of a tied head and the RoPE buffers of old Llama files are harmless.
+    """
+    tied = {"lm_head.weight"} if config.tie_embeddings else set()
+    extra = [n for n in files.names() if n not in used | tied and "rotary_emb." not in n]
+    if extra:
+        raise UserError(
+            f"{files.directory}: tensor {extra[0]!r} has no place in the model that config.json "
+            f"describes ({len(extra)} such tensors)"
+        )
+
+
 def load_target(directory: Path, dtype: str) -> Target:
     """Loads a target onto the current mesh; each device reads only the bytes of its shards.
 
@@ -91,15 +124,23 @@ def load_target(directory: Path, dtype: str) -> Target:
       dtype: the parameters' dtype; the file's values are converted to it by value.
 
     Raises:
-      UserError: missing or damaged files, wrong family, missing tensors or wrong shapes.
+      UserError: missing or damaged files, wrong family, missing, extra or misshapen tensors, a
+        mesh that does not divide the target.
     """
     config = target_config(directory, dtype)
+    _check_mesh(config, directory)
     template = abstract(lambda key: Target(config, rngs=nnx.Rngs(key)), jax.random.key(0))
     files = TensorFiles(directory)
-    arrays = {}
+    arrays, used = {}, set()
     for ours, wanted in named(template).items():
         theirs, rows = names.to_file(names.TARGET, ours)
         lazy = files.slice(theirs)
+        used.add(theirs)
+        if lazy.get_dtype() not in ("F32", "F16", "BF16"):
+            raise UserError(
+                f"{directory}: tensor {theirs!r} has dtype {lazy.get_dtype()}; only unquantised "
+                "weights (F32, F16, BF16) are supported"
+            )
         shape = tuple(lazy.get_shape())
         expected = names.file_shape(wanted.shape, rows)
         if shape != expected:
@@ -114,4 +155,5 @@ def load_target(directory: Path, dtype: str) -> Target:
             return np.ascontiguousarray(part).reshape(cut).astype(wanted.dtype)
 
         arrays[ours] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
+    _check_no_extra(files, used, config)
     return with_arrays(template, arrays)
