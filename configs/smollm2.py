@@ -1,6 +1,6 @@
 """DSpark drafter for the bundled SmolLM2-135M-Instruct; runs on a laptop.
 
-    python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/smollm2
+python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/smollm2
 """
 
 from ml_collections import config_dict
@@ -56,6 +56,24 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         loss_chunk=256,
         feature_memory_gb=10.0,
     )
-    if variant:
+    if variant == "demo":
+        # What a quarter of an hour on two cores allows. Short blocks: verifying 5 tokens costs
+        # little more than one step of this target, and every slot reads a Markov matrix [V, R].
+        c.data.update(
+            prompts="generator:640", max_new_tokens=96, generation_batch=32, sequence_length=512
+        )
+        c.drafter.update(block_size=4, num_layers=2, markov_rank=32)
+        c.train.update(
+            num_anchors=64,
+            num_steps=300,
+            validate_every=100,
+            checkpoint_every=100,
+            validation_rows=8,
+            feature_memory_gb=1.5,
+        )
+        c.evaluate = config_dict.create(
+            max_new_tokens=64, batch_size=1, prompts_per_set=4, prompts="generator:16"
+        )
+    elif variant:
         raise ValueError(f"unknown variant {variant!r}")
     return c

@@ -46,19 +46,6 @@ from dspark_jax.weights.importing import ImportedDrafter, check_borrowed, read_s
 from dspark_jax.weights.resolve import is_bundled, resolve_target
 from dspark_jax.weights.safetensors import read_json, target_config
 
-_TO = flags.DEFINE_enum("to", None, ["speculators"], "Export: the format to write.")
-_OUT = flags.DEFINE_string("out", None, "Export: the folder to make.")
-_FROM = flags.DEFINE_string("from", None, "Import: the folder of a drafter.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run: read by --to, made by --from.")
-_STEP = flags.DEFINE_string("step", "best", "Export: the checkpoint; best, latest or its number.")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", list(DTYPES), "Export: of the tensors in the file.")
-_TARGET = flags.DEFINE_string(
-    "target", None, "Where the target is now, if it moved: a model folder or a hub id."
-)
-_FORCE = flags.DEFINE_bool(
-    "force", False, "Export: replace a former export, and write drafters that vLLM cannot run."
-)
-
 
 def export_run(
     workdir: Path,
@@ -229,5 +216,21 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # flags too: several commands may be imported into one program
+    _TO = flags.DEFINE_enum("to", None, ["speculators"], "Export: the format to write.")
+    _OUT = flags.DEFINE_string("out", None, "Export: the folder to make.")
+    _FROM = flags.DEFINE_string("from", None, "Import: the folder of a drafter.")
+    _WORKDIR = flags.DEFINE_string("workdir", None, "The run: read by --to, made by --from.")
+    _STEP = flags.DEFINE_string(
+        "step", "best", "Export: the checkpoint; best, latest or its number."
+    )
+    _DTYPE = flags.DEFINE_enum(
+        "dtype", "float32", list(DTYPES), "Export: of the tensors in the file."
+    )
+    _TARGET = flags.DEFINE_string(
+        "target", None, "Where the target is now, if it moved: a model folder or a hub id."
+    )
+    _FORCE = flags.DEFINE_bool(
+        "force", False, "Export: replace a former export, and write drafters that vLLM cannot run."
+    )
     run_main(main)

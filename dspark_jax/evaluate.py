@@ -258,8 +258,7 @@ def main() -> None:
     print(f"report: {out}")
 
 
-def _define_flags() -> None:
-    """Only when run as a program: several commands may be imported together."""
+if __name__ == "__main__":  # flags too: several commands may be imported into one program
     flags.DEFINE_string("workdir", None, "The run whose drafter is measured.")
     flags.DEFINE_string("tasks", None, "Prompts; by default what the run's config names.")
     flags.DEFINE_string("out", None, "The report; by default WORKDIR/evaluation.json.")
@@ -276,8 +275,4 @@ def _define_flags() -> None:
     flags.DEFINE_bool("costs", True, "Also measure the parts of a round.")
     flags.DEFINE_string("target", None, "Where the run's target now is, if it has moved.")
     flags.mark_flags_as_required(["workdir"])
-
-
-if __name__ == "__main__":
-    _define_flags()
     run_main(main)

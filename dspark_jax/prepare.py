@@ -19,9 +19,6 @@ from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.opened import open_target
 from dspark_jax.decoding.responses import prepare_dataset
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The experiment file.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "The data set is WORKDIR/data.")
-
 
 def run(config: RunConfig, workdir: Path) -> Path:
     """Prepares the data set of a run; returns its folder."""
@@ -37,6 +34,10 @@ def main() -> None:
     print(run(config, Path(_WORKDIR.value)))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # flags too: several commands may be imported into one program
+    _CONFIG = config_flags.DEFINE_config_file(
+        "config", None, "The experiment file.", lock_config=True
+    )
+    _WORKDIR = flags.DEFINE_string("workdir", None, "The data set is WORKDIR/data.")
     flags.mark_flags_as_required(["config", "workdir"])
     run_main(main)
