@@ -61,15 +61,21 @@ def dspark_loss(
     take = jax.vmap(lambda values, index: values[index])
     anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
     anchor_positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
-    context = drafter.context(batch.taps, batch.positions)
+    padding = (batch.documents == 0)[..., None, None]
+    context = drafter.context(jnp.where(padding, 0, batch.taps), batch.positions)
     hidden = drafter.backbone(head, anchor_tokens, anchor_positions, context, blocks.visible)
-    # Masked before use: whatever an unsupervised slot holds has no influence, not even as 0 * NaN.
+    # Masked before use: whatever padding or an unsupervised slot holds has no influence, not even
+    # as 0 * NaN.
     hidden = jnp.where(blocks.supervised[..., None], hidden, 0)
     prev = jnp.take_along_axis(batch.tokens, blocks.prev_index.reshape(rows, -1), axis=1)
     latent = w2 = prev_rows = None
     if drafter.config.markov_rank:
         prev_rows = drafter.markov.rows(prev).reshape(rows, *slots, -1)
-        latent = drafter.markov.latents(prev_rows, hidden).reshape(rows, prev.shape[1], -1)
+        # As in decoding, the chain starts at the first slot that proposes a token.
+        skip = drafter.config.block_size - drafter.config.num_proposals
+        latent = drafter.markov.latents(prev_rows[:, :, skip:], hidden[:, :, skip:])
+        latent = jnp.pad(latent, ((0, 0), (0, 0), (skip, 0), (0, 0)))
+        latent = latent.reshape(rows, prev.shape[1], -1)
         w2 = drafter.markov.w2[...]
     label_index = blocks.label_index.reshape(rows, -1)
     labels = jnp.take_along_axis(batch.tokens, label_index, axis=1)
