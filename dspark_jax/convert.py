@@ -40,7 +40,14 @@ from dspark_jax.training.checkpoint import (
     write_record,
 )
 from dspark_jax.weights.compare import build_drafter, shape_differences
-from dspark_jax.weights.export import DTYPES, Exported, Origin, Verifier, export_speculators
+from dspark_jax.weights.export import (
+    DTYPES,
+    Exported,
+    Origin,
+    Verifier,
+    export_speculators,
+    unservable,
+)
 from dspark_jax.weights.fingerprint import check_same_target, fingerprint
 from dspark_jax.weights.importing import ImportedDrafter, check_borrowed, read_speculators
 from dspark_jax.weights.resolve import is_bundled, resolve_target
@@ -84,7 +91,8 @@ def export_run(
         ("largest difference in logits, read back", f"{exported.difference:.3g}"),
     ]
     print(table([(name, str(value)) for name, value in rows], ("export", "")))
-    print(f"\nvllm serve {exported.directory}")
+    reason = unservable(record.config.drafter)
+    print(f"\nnot for vLLM: {reason}" if reason else f"\nvllm serve {exported.directory}")
     return exported
 
 

@@ -806,6 +806,15 @@ def test_hub_targets_keep_their_name(tmp_path):
     assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
 
 
+def test_a_forced_export_does_not_claim_to_be_for_vllm(tmp_path, capsys):
+    make_run(tmp_path / "a", make_target(tmp_path / "target", True), markov_head="gated")
+    with pytest.raises(UserError, match="markov_head='gated'.*--force"):
+        export_run(tmp_path / "a", tmp_path / "out")
+    export_run(tmp_path / "a", tmp_path / "out", force=True)
+    said = capsys.readouterr().out
+    assert "vllm serve" not in said and "not for vLLM" in said
+
+
 def command(*args):
     run = [sys.executable, "-m", "dspark_jax.convert", *map(str, args)]
     return subprocess.run(run, capture_output=True, text=True, timeout=300)
@@ -814,7 +823,7 @@ def command(*args):
 def test_the_command_teaches_and_fails_in_one_line(tmp_path):
     shown = command("--help")
     assert shown.returncode == 0
-    for part in ("--to=speculators", "--from=", "vllm serve", "--step=", "--force", "best"):
+    for part in ("--to=speculators", "--from=", "vllm serve", "--step=", "force", "best"):
         assert part in shown.stdout
     failed = command("--workdir", tmp_path / "none", "--to=speculators", "--out", tmp_path / "out")
     assert failed.returncode == 2 and failed.stdout == ""

@@ -9,7 +9,7 @@ differs between readers.
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.core.config import DrafterConfig
+from dspark_jax.core.config import MARKOV_HEADS, DrafterConfig, check_choice
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.layers import RopeConfig
@@ -107,8 +107,8 @@ def read_shape(file: DrafterFile) -> DrafterShape:
     config = DrafterConfig(
         target_layer_ids=_taps(file),
         mask_token_id=file.require("mask_token_id", int),
-        block_size=file.require("block_size", int),
-        num_layers=file.require("num_hidden_layers", int),
+        block_size=file.require("block_size", int, 1 if anchor else 2),
+        num_layers=file.require("num_hidden_layers", int, 1),
         markov_head=head,
         markov_rank=rank,
         confidence_head=confidence,
@@ -206,7 +206,10 @@ def _heads(file: DrafterFile, layout: str) -> tuple[int, str, bool, bool]:
     else:
         rank = file.require("markov_rank", int)
         confidence = file.require("enable_confidence_head", bool)
-    head = file.require("markov_head_type", str) if rank else "none"
+    head = "none"
+    if rank:
+        head = file.require("markov_head_type", str)
+        check_choice(f"{file.path}: markov_head_type", head, MARKOV_HEADS[1:])
     with_markov = False
     if confidence and rank:
         with_markov = file.require("confidence_head_with_markov", bool)

@@ -108,7 +108,7 @@ def export_speculators(
     check_choice("dtype", dtype, tuple(DTYPES))
     if not allow_unservable and (reason := unservable(shape.config)):
         raise UserError(f"{reason}; --force writes it all the same")
-    drafter = build_drafter(canonical(shape), arrays)  # everything is there, and nothing else
+    original = build_drafter(canonical(shape), arrays)  # everything is there, and nothing else
     for name, array in arrays.items():
         if not np.isfinite(array).all():
             raise UserError(f"{name} holds NaN or infinity: export another step")
@@ -140,17 +140,16 @@ def export_speculators(
                 raise UserError(f"read back, {name} differs from the checkpoint: not exported")
         probe = Probe.of(shape)
         read = build_drafter(canonical(found.shape), found.arrays)
-        gap = largest_difference(build_drafter(canonical(shape), stored), read, probe)
+        rounded = original if dtype == "float32" else build_drafter(canonical(shape), stored)
+        gap = largest_difference(rounded, read, probe)
         if gap != 0.0:
             raise UserError(f"read back, logits differ by up to {gap:.3g}: not exported")
-        rounding = largest_difference(drafter, read, probe)
+        rounding = gap if dtype == "float32" else largest_difference(original, read, probe)
 
         # 4. Let it appear.
         with (fresh / "model.safetensors").open("rb") as file:
             os.fsync(file.fileno())  # the rename must not reach the disk before the weights do
-        if directory.exists():
-            os.rename(directory, work / "old")
-        os.rename(fresh, directory)
+        _appear(fresh, directory, work / "former" if replace else None)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {directory}: {reason}") from error
@@ -290,6 +289,19 @@ def _record(origin: Origin, dtype: str) -> dict[str, Any]:
             "flax": importlib.metadata.version("flax"),
         },
     }
+
+
+def _appear(fresh: Path, directory: Path, aside: Path | None) -> None:
+    """Renames `fresh`; a former export goes `aside`, and comes back should the renaming fail."""
+    moved = aside is not None and directory.exists()
+    if moved:
+        os.rename(directory, aside)
+    try:
+        os.rename(fresh, directory)
+    except OSError:
+        if moved:
+            os.rename(aside, directory)
+        raise
 
 
 def _check_place(directory: Path, replace: bool) -> None:

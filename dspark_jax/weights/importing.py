@@ -105,7 +105,8 @@ def _same_table(a: Any, b: Any, rows: int = 4096) -> bool:
     if shape != b.get_shape():
         return False
     for start in range(0, shape[0], rows):
-        parts = [np.asarray(table[start : start + rows]) for table in (a, b)]
+        stop = min(start + rows, shape[0])
+        parts = [np.asarray(table[start:stop]) for table in (a, b)]
         shorter = min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
         left, right = (part.astype(shorter).astype(np.float32) for part in parts)
         if not np.array_equal(left, right):
