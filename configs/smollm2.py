@@ -42,7 +42,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         global_batch_size=1,
         accumulation=1,
         num_anchors=96,
-        num_steps=0,
+        num_steps=1300,
         num_epochs=4,
         learning_rate=1e-3,
         warmup_fraction=0.02,
@@ -65,7 +65,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         c.drafter.update(block_size=4, num_layers=2, markov_rank=32)
         c.train.update(
             num_anchors=64,
-            num_steps=300,
+            num_steps=500,
             validate_every=100,
             checkpoint_every=100,
             validation_rows=8,
@@ -73,6 +73,24 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         )
         c.evaluate = config_dict.create(
             max_new_tokens=64, batch_size=1, prompts_per_set=4, prompts="generator:16"
+        )
+    elif variant == "notebook":
+        # A few minutes on two cores: enough to see every step, not a good drafter.
+        c.data.update(
+            prompts="generator:128",
+            max_new_tokens=64,
+            generation_batch=32,
+            sequence_length=256,
+            validation_fraction=0.1,
+        )
+        c.drafter.update(block_size=4, num_layers=2, markov_rank=32)
+        c.train.update(
+            num_anchors=64,
+            num_steps=150,
+            validate_every=50,
+            checkpoint_every=50,
+            validation_rows=4,
+            feature_memory_gb=1.0,
         )
     elif variant:
         raise ValueError(f"unknown variant {variant!r}")

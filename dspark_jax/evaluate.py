@@ -95,18 +95,22 @@ def run(request: Request, workdir: Path, out: Path) -> dict[str, Any]:
 
 def summary(report: dict[str, Any]) -> str:
     """The report as a table with one row per set, and what there is to say besides."""
-    slots = range(len(next(iter(report["sets"].values()))["survival"]))
-    columns = ["set", "prompts", "rounds", "tokens", "accepted length", "95 %", ""]
-    columns += [f"slot {slot + 1}" for slot in slots]
-    rows = []
+    rows, slots = [], []
     for name, values in report["sets"].items():
         low, high = values["accepted_length_ci95"] or (None, None)
         row = [name, values["prompts"], values["rounds"], values["tokens"]]
-        row += [values["accepted_length"], low, high, *values["conditional_acceptance"]]
-        rows.append(row)
+        rows.append([*row, values["accepted_length"], low, high])
+        slots.append([name, "conditional", *values["conditional_acceptance"]])
+        slots.append(["", "survival", *values["survival"]])
+    columns = ["set", "prompts", "rounds", "tokens", "accepted length", "95 % from", "to"]
+    slot_columns = ["set", "accepted"] + [f"slot {k}" for k in range(1, len(slots[0]) - 1)]
     lines = [
         table(rows, columns),
-        "slot k: share accepted of the drafts whose earlier slots were all accepted",
+        "",
+        table(slots, slot_columns),
+        "conditional: share accepted of the drafts whose earlier slots all were; survival: of all "
+        "rounds, accepted up to and including the slot",
+        "",
         f"accepted length, mean over sets: {_show(report['all']['accepted_length'])} tokens per "
         f"round at temperature {report['temperature']:g}",
     ]
@@ -117,7 +121,8 @@ def summary(report: dict[str, Any]) -> str:
         low, high = report["speedup_ci95"]
         lines.append(
             f"{fast:.1f} tokens/s with speculation, {report['tokens_per_second_plain']:.1f} plain: "
-            f"{report['speedup']:.2f} times (95 %: {low:.2f} to {high:.2f})"
+            f"{report['speedup']:.2f} times (95 %: {low:.2f} to {high:.2f}); compiling and "
+            f"warm-up, {report['warm_up_seconds']:.0f} s, left out"
         )
     if report["greedy_compared"]:
         lines.append(

@@ -12,8 +12,10 @@ WORKDIR holds config.json, metrics.jsonl, TensorBoard events, checkpoints/STEP a
 training_curve.png.
 """
 
+import dataclasses
 import functools
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from dspark_jax.core.command import run_main
 from dspark_jax.core.config import RunConfig, from_mapping
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import MetricsWriter
+from dspark_jax.core.pictures import training_curve
 from dspark_jax.core.progress import progress
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.batches import pack, split
@@ -35,6 +38,7 @@ from dspark_jax.data.opened import OpenedTarget, open_target
 from dspark_jax.decoding.responses import prepare_dataset
 from dspark_jax.features.local import LocalSource, check_features
 from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.target import FAMILIES
 from dspark_jax.models.warm_start import check_warm_start
 from dspark_jax.training.checkpoint import (
     RunRecord,
@@ -42,6 +46,7 @@ from dspark_jax.training.checkpoint import (
     read_record,
     restore_latest,
     save,
+    step_folders,
     write_record,
 )
 from dspark_jax.training.step import (
@@ -54,10 +59,8 @@ from dspark_jax.training.step import (
     validation_step,
 )
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "The experiment file, with a variant as FILE:VARIANT.", lock_config=True
-)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go.")
+# The same object for the same recipe: another run in this process compiles nothing anew.
+_optimizer = functools.cache(make_optimizer)
 
 
 def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
@@ -68,8 +71,10 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
         if config.drafter.init == "target":
             check_warm_start(shape, target.model.config)
         _check_mask_token(config, target)
+        _check_mesh(config, shape)
         _check_same_run(config, target, workdir)
         source = _open_source(config, target, workdir)
+        write_record(workdir, _record(config, target))  # not before: a mistake binds to nothing
         return _train(config, target, shape, source, workdir)
 
 
@@ -77,67 +82,76 @@ def _train(
     config: RunConfig, target: OpenedTarget, shape: DrafterShape, source: LocalSource, workdir: Path
 ) -> dict[str, Any]:
     options = config.train
-    num_steps = options.num_steps or -(-source.num_rows * options.num_epochs) // (
-        options.global_batch_size
+    num_steps = options.num_steps or -(
+        -source.num_rows * options.num_epochs // options.global_batch_size
     )
-    tx = make_optimizer(options, num_steps)
+    tx = _optimizer(options, num_steps)
     rate = learning_rate(options, num_steps)
     recipe = Recipe(config.loss, options.num_anchors, options.loss_chunk, config.seed)
     init = functools.partial(init_state, shape=shape, tx=tx)
-    head = target.model.head
-    checkpoints = open_checkpoints(workdir, options.keep_checkpoints)
-    if checkpoints.latest:
-        state, start = restore_latest(checkpoints, init, jax.random.key(config.seed), target.model)
-    else:
-        state, start = jax.jit(init)(jax.random.key(config.seed), target.model), 0
-    batch = source.batch(start)
-    if problem := check_features(batch, config.drafter.target_layer_ids):
-        raise UserError(f"step {start}: {problem}; check the target's weights and target_dtype")
+    key, head = jax.random.key(config.seed), target.model.head
 
-    def validate(step: int) -> dict[str, Any]:
+    def validate() -> dict[str, Any]:
         sums = [
             validation_step(state.drafter, head, batch, recipe=recipe)
             for batch in source.validation()
         ]
         total = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *jax.device_get(sums))
-        values = summarize(total, config.loss, config.drafter)
-        metrics.write(step, {f"validation/{name}": value for name, value in values.items()})
-        return values
+        return summarize(total, config.loss, config.drafter)
 
-    with (
-        MetricsWriter(workdir, step=start) as metrics,
-        progress(total=num_steps, desc="train", unit="step", initial=start) as bar,
-    ):
-        values: dict[str, Any] = {}
-        pending = None  # metrics of the step before: reading them must not hold up dispatch
-        began, logged = time.monotonic(), start
-        for step in range(start, num_steps):
-            state, result = train_step(state, head, batch, tx=tx, recipe=recipe)
-            batch = source.batch(min(step + 1, num_steps - 1))  # queued behind the step
-            _check_finite(pending, source)
-            pending = (step, result)
-            done = step + 1
-            if done % options.log_every == 0 or done == num_steps:
-                host = _check_finite(pending, source)
-                now = time.monotonic()
-                row = summarize(host["sums"], config.loss, config.drafter)
-                row |= {"grad_norm": float(host["grad_norm"]), "learning_rate": float(rate(step))}
-                row["seconds_per_step"] = (now - began) / (done - logged)
-                row["tokens_per_second"] = source.tokens_per_step / row["seconds_per_step"]
-                began, logged = now, done
-                metrics.write(done, row)
-                length = row["expected_accepted_length"]
-                bar.note(f"loss {row['loss']:.3f}, expected accepted length {length:.2f}")
-            if done % options.validate_every == 0 or done == num_steps:
+    with open_checkpoints(workdir, options.keep_checkpoints) as checkpoints:  # waits for saves
+        if checkpoints.latest:
+            state, start = restore_latest(checkpoints, init, key, target.model)
+        else:
+            state, start = jax.jit(init)(key, target.model), 0
+        if start >= num_steps:
+            return validate()
+        batch = source.batch(start)
+        if check_features(batch, config.drafter.target_layer_ids):
+            raise UserError(
+                f"step {start + 1}: {source.blame(start)}; check the target's weights and dtype"
+            )
+        with (
+            MetricsWriter(workdir, step=start) as metrics,
+            progress(total=num_steps, desc="train", unit="step", initial=start) as bar,
+        ):
+            pending = None  # metrics of the step before: reading them must not hold up dispatch
+            began, logged = time.monotonic(), start
+            for step in range(start, num_steps):
+                state, result = train_step(state, head, batch, tx=tx, recipe=recipe)
+                batch = source.batch(min(step + 1, num_steps - 1))  # queued behind the step
                 _check_finite(pending, source)
-                values = validate(done)
-            if done % options.checkpoint_every == 0 or done == num_steps:
-                _check_finite(pending, source)  # never save what is not finite
-                save(checkpoints, state, done, values.get("expected_accepted_length", 0.0))
-            bar.update()
-        if not values:
-            values = validate(num_steps)
-    checkpoints.close()
+                pending = (step, result)
+                done = step + 1
+                if done % options.log_every == 0 or done == num_steps:
+                    host = _check_finite(pending, source)
+                    now = time.monotonic()
+                    row = summarize(host["sums"], config.loss, config.drafter)
+                    row |= {
+                        "grad_norm": float(host["grad_norm"]),
+                        "learning_rate": float(rate(step)),
+                    }
+                    row["seconds_per_step"] = (now - began) / (done - logged)
+                    row["tokens_per_second"] = source.tokens_per_step / row["seconds_per_step"]
+                    began, logged = now, done
+                    metrics.write(done, row)
+                    length = row["expected_accepted_length"]
+                    bar.note(f"loss {row['loss']:.3f}, expected accepted length {length:.2f}")
+                rank = None
+                if done % options.validate_every == 0 or done == num_steps:
+                    _check_finite(pending, source)
+                    values = validate()
+                    rank = values["expected_accepted_length"]
+                    if not math.isfinite(values["loss"]):
+                        raise UserError(
+                            f"validation after step {done}: the loss is not finite; the target "
+                            "gives NaN on a validation document: check its weights and dtype"
+                        )
+                    metrics.write(done, {f"validation/{k}": v for k, v in values.items()})
+                if done % options.checkpoint_every == 0 or done == num_steps:
+                    _check_finite(pending, source)  # never save what is not finite
+                    save(checkpoints, state, done, rank)
+                bar.update()
     _draw(workdir)
     return values
 
@@ -182,13 +196,11 @@ def _check_finite(pending: tuple[int, dict] | None, source: LocalSource) -> dict
         return None
     step, result = pending
     host = jax.device_get(result)
-    for part, good in host["finite"].items():
-        if not good:
-            names = ", ".join(source.names(step)[:8])
-            raise UserError(
-                f"step {step}: {part} not finite; the batch holds {names} ...; the last "
-                "checkpoint is sound: lower --config.train.learning_rate or check target_dtype"
-            )
+    if not all(host["finite"].values()):
+        raise UserError(
+            f"step {step + 1}: {source.blame(step)}; nothing of it was saved: check the target's "
+            "weights and dtype, or lower --config.train.learning_rate"
+        )
     return host
 
 
@@ -203,33 +215,63 @@ def _check_mask_token(config: RunConfig, target: OpenedTarget) -> None:
         )
 
 
-def _check_same_run(config: RunConfig, target: OpenedTarget, workdir: Path) -> None:
-    """Writes the run's record, or refuses to go on with another one."""
-    architectures = json.loads((target.directory / "config.json").read_text())["architectures"]
-    record = RunRecord(
-        config,
-        target.fingerprint,
-        str(target.directory),
-        target.model.config,
-        tuple(architectures),
-    )
-    if (workdir / "config.json").exists():
-        old = read_record(workdir)
-        if old.fingerprint != target.fingerprint or old.config.drafter != config.drafter:
-            what = "drafter" if old.config.drafter != config.drafter else "target"
+def _check_mesh(config: RunConfig, shape: DrafterShape) -> None:
+    """Refuses a mesh whose axes do not divide the batch or the drafter."""
+    mesh, options = jax.sharding.get_mesh().shape, config.train
+    rows = options.global_batch_size // options.accumulation
+    for axis, name, size in (
+        ("fsdp", "train.global_batch_size / train.accumulation", rows),
+        ("tp", "drafter.num_kv_heads", shape.num_kv_heads),
+        ("tp", "drafter.intermediate_size", shape.intermediate_size),
+    ):
+        if size % mesh[axis]:
             raise UserError(
-                f"{workdir} holds a run with another {what}: use another --workdir or delete it"
+                f"{name}={size} cannot be cut into the {mesh[axis]} parts of mesh axis {axis!r}; "
+                f"change one of them or --config.mesh.{axis}"
             )
-    write_record(workdir, record)
+
+
+def _record(config: RunConfig, target: OpenedTarget) -> RunRecord:
+    named = json.loads((target.directory / "config.json").read_text()).get("architectures")
+    model = target.model.config
+    architectures = tuple(named or [FAMILIES[model.family]])
+    return RunRecord(config, target.fingerprint, str(target.directory), model, architectures)
+
+
+def _check_same_run(config: RunConfig, target: OpenedTarget, workdir: Path) -> None:
+    """Refuses to go on with another target or drafter; says what else has changed."""
+    if not (workdir / "config.json").exists() or not step_folders(workdir):
+        return
+    old = read_record(workdir)
+    other = f"{workdir} holds a run with another"
+    remedy = "use another --workdir, or delete it to start anew"
+    if parts := old.fingerprint.differences(target.fingerprint):
+        raise UserError(f"{other} target ({', '.join(parts)} differ): {remedy}")
+    changed = _differences(old.config, config)
+    if drafter := [text for text in changed if text.startswith("drafter.")]:
+        raise UserError(f"{other} drafter, {', '.join(drafter)}: {remedy}")
+    if changed:
+        print(f"{workdir}: goes on with {', '.join(changed)}")
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """["drafter.block_size=5 (there 7)", ...] of two configs."""
+    found = []
+    for field in dataclasses.fields(new):
+        name, a, b = prefix + field.name, getattr(old, field.name), getattr(new, field.name)
+        if dataclasses.is_dataclass(b):
+            found += _differences(a, b, f"{name}.")
+        elif a != b:
+            found.append(f"{name}={b!r} (there {a!r})")
+    return found
 
 
 def _draw(workdir: Path) -> None:
-    """The training curve, where matplotlib is installed."""
+    """The training curve; a run does not fail for want of matplotlib."""
     try:
-        from dspark_jax.core.pictures import training_curve
-    except ImportError:
-        return
-    training_curve(workdir / "metrics.jsonl", workdir / "training_curve.png")
+        training_curve(workdir / "metrics.jsonl", workdir / "training_curve.png")
+    except UserError as error:
+        print(f"no picture of the training: {error}")
 
 
 def main() -> None:
@@ -242,6 +284,10 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # flags too: several commands may be imported into one program
+    _CONFIG = config_flags.DEFINE_config_file(
+        "config", None, "The experiment file, with a variant as FILE:VARIANT.", lock_config=True
+    )
+    _WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go.")
     flags.mark_flags_as_required(["config", "workdir"])
     run_main(main)

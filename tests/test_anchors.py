@@ -3,6 +3,7 @@
 pytest tests/test_anchors.py
 """
 
+import functools
 import math
 
 import jax
@@ -21,15 +22,25 @@ def config(block_size=4, from_anchor=True) -> DrafterConfig:
     return DrafterConfig((0,), 1, block_size=block_size, sample_from_anchor=from_anchor)
 
 
-def blocks_of(anchors, loss_mask, documents=None, from_anchor=True, filled=None, block_size=4):
-    """Blocks of one row, and their weights at decay 4."""
+@functools.partial(jax.jit, static_argnames="chosen")
+def _blocks(anchors, filled, loss_mask, documents, chosen):
+    blocks = make_blocks(anchors, filled, loss_mask, documents, chosen)
+    return blocks, slot_weights(blocks, chosen, 4.0)
+
+
+def blocks_of(anchors, loss_mask, documents=None, from_anchor=True, block_size=4):
+    """Blocks of one row, and their weights at decay 4; there is room for 24."""
     loss_mask = np.asarray(loss_mask, bool)[None]
     documents = np.ones(loss_mask.shape) if documents is None else np.asarray(documents)[None]
-    anchors = np.asarray(anchors, np.int32)[None]
-    filled = np.ones(anchors.shape, bool) if filled is None else np.asarray(filled)[None]
-    chosen = config(block_size, from_anchor)
-    blocks = make_blocks(anchors, filled, loss_mask, documents.astype(np.int32), chosen)
-    return jax.device_get(blocks), np.asarray(slot_weights(blocks, chosen, 4.0))[0]
+    room = np.zeros((1, 24), np.int32)
+    room[0, : len(anchors)] = anchors
+    filled = np.arange(24)[None] < len(anchors)
+    documents = documents.astype(np.int32)
+    blocks, weights = _blocks(room, filled, loss_mask, documents, config(block_size, from_anchor))
+    blocks, weights = jax.device_get((blocks, weights))
+    for rest in (blocks.visible, blocks.supervised, weights):
+        assert not rest[0, len(anchors) :].any()  # unfilled blocks see and weigh nothing
+    return jax.tree.map(lambda x: x[:, : len(anchors)], blocks), weights[0, : len(anchors)]
 
 
 def mask_of(length, *positions):
@@ -75,9 +86,8 @@ def test_candidates_need_a_supervised_next_token(from_anchor):
     anchors, filled = sample(KEY, mask, ones, rows, num_anchors=4)
     assert anchors.tolist() == [[2, 3, 0, 0]]
     assert filled.tolist() == [[True, True, False, False]]
-    blocks, weights = blocks_of(anchors[0], mask[0], None, from_anchor, filled[0])
-    assert blocks.supervised[0].any(-1).tolist() == [True, True, False, False]
-    assert not weights[2:].any() and not blocks.visible[0, 2:].any()
+    blocks, weights = blocks_of([2, 3], mask[0], None, from_anchor)
+    assert blocks.supervised[0].any(-1).all() and weights.any(-1).all()
 
 
 def test_previous_tokens_of_both_layouts():
@@ -143,7 +153,7 @@ def test_blocks_match_the_loops(from_anchor, block_size):
     for _ in range(5):
         mask, documents = random_row(rng)
         anchors = candidates(mask, documents)
-        blocks, weights = blocks_of(anchors, mask, documents, from_anchor, None, block_size)
+        blocks, weights = blocks_of(anchors, mask, documents, from_anchor, block_size)
         for a, anchor in enumerate(anchors):
             assert np.flatnonzero(blocks.visible[0, a]).tolist() == context_of(anchor, documents)
             slots = block_slots(anchor, mask, documents, block_size, from_anchor, 4.0)

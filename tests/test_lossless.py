@@ -121,7 +121,7 @@ def error(tables, **how):
     )
 
 
-@pytest.mark.parametrize("vocab,slots", [(2, 3), (3, 2), (4, 1), (4, 3)])
+@pytest.mark.parametrize("vocab,slots", [(2, 3), (3, 2), (4, 3)])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_path_adds_up_to_the_target(vocab, slots, options):
     for seed, draft_options in enumerate([options, (1.0, 0, 1.0), (0.0, 0, 1.0), (1.3, 2, 0.7)]):
@@ -426,17 +426,18 @@ def test_row_without_drafts_is_plain_decoding():
     np.testing.assert_array_equal(none.count, 1)
 
 
+@jax.jit
+def finish(*args):
+    result = verify.verify(*args[:5], lengths=args[5])
+    cap = jnp.full_like(result.count, 3)
+    ended = verify.truncate(result, stop_ids=jnp.array([4]), emitted=cap - 2, max_tokens=cap)
+    greedy = verify.verify_greedy(sampling.best_token(args[0]), args[1], args[5])
+    return result, ended, greedy
+
+
 @pytest.mark.parametrize("fsdp,tp", [(1, 1), (4, 2)])
 def test_sharded_batch_gives_the_same_tokens(fsdp, tp):
     args = requests(8)
-
-    @jax.jit
-    def finish(*args):
-        result = verify.verify(*args[:5], lengths=args[5])
-        cap = jnp.full_like(result.count, 3)
-        ended = verify.truncate(result, stop_ids=jnp.array([4]), emitted=cap - 2, max_tokens=cap)
-        greedy = verify.verify_greedy(sampling.best_token(args[0]), args[1], args[5])
-        return result, ended, greedy
 
     alone = finish(*args)
     with jax.set_mesh(make_mesh(fsdp, tp)):

@@ -282,8 +282,15 @@ def test_ids_repeated_often_are_summed_in_float32():
     n, v, r = 1000, 8, 4
     args = jnp.zeros((n, v), BF16), jnp.ones((5, r), BF16), jnp.ones((v, r), BF16)
     prev = jnp.full((n,), 3)
-    _, _, d_w1, _ = value_and_grads(run("interpret"), prev, jnp.ones((n, v), BF16), *args)
-    np.testing.assert_array_equal(np.float32(d_w1), np.zeros((5, r)) + 8000 * np.eye(5)[3][:, None])
+    fn, g = run("interpret"), jnp.ones((n, v), BF16)
+    want = np.zeros((5, r)) + 8000 * np.eye(5)[3][:, None]
+    np.testing.assert_array_equal(np.float32(value_and_grads(fn, prev, g, *args)[2]), want)
+    with jax.set_mesh(make_mesh(4, 2)):
+        for w1_spec in ((None, None), (None, "fsdp")):
+            prev, g = place(prev, "fsdp"), place(g, "fsdp", "tp")
+            args = place(args[0], "fsdp", "tp"), place(args[1], *w1_spec), place(args[2], "tp")
+            got = value_and_grads(fn, prev, g, *args)
+            np.testing.assert_array_equal(np.float32(got[2]), want)
 
 
 def test_what_is_not_supported_is_said(monkeypatch):

@@ -19,7 +19,7 @@ class PackedRows:
     documents: np.ndarray  # i32[rows, S], 1.. per document, 0 = padding
     positions: np.ndarray  # i32[rows, S]
     names: tuple[tuple[str, ...], ...]  # ids of the documents of each row
-    dropped: int  # documents left with fewer than two supervised tokens
+    dropped: int  # documents without two adjacent supervised tokens
     truncated: int  # documents cut to S
 
     def __len__(self) -> int:
@@ -55,18 +55,22 @@ def split(documents: Sequence[Row], fraction: float) -> tuple[list[Row], list[Ro
 def pack(documents: Sequence[Row], length: int) -> PackedRows:
     """Packs documents into rows of `length` tokens, longest first into the first row with room.
 
-    Longer documents are cut, ids and mask alike. A document with fewer than two supervised tokens
-    left can hold no anchor and is dropped. Both are counted.
+    Longer documents are cut, ids and mask alike. A document without two adjacent supervised
+    tokens can hold no anchor and is dropped. Both are counted.
     """
     kept, dropped, truncated = [], 0, 0
     for row in documents:
         truncated += len(row.ids) > length
-        if row.loss_mask[:length].sum() < 2:
+        mask = row.loss_mask[:length]
+        if not (mask[:-1] & mask[1:]).any():
             dropped += 1
         else:
             kept.append(row)
     if not kept:
-        raise UserError(f"data: no document has two supervised tokens within {length} tokens")
+        raise UserError(
+            f"data: no document has two adjacent supervised tokens within {length} tokens; raise "
+            "--config.data.sequence_length"
+        )
     kept.sort(key=lambda row: (-min(len(row.ids), length), row.id))
     bins: list[list[Row]] = []
     room: list[int] = []

@@ -96,17 +96,22 @@ def load_dataset(directory: Path, fingerprint: Fingerprint | None = None) -> lis
             f"{directory}: no prepared data; run python -m dspark_jax.prepare with this config"
         )
     record = read_json(folder / "dspark_jax.json")
-    if fingerprint is not None:
-        check_same_target(Fingerprint(**record["target"]), fingerprint, f"the data in {directory}")
     try:
+        made_by, count = Fingerprint(**record["target"]), record["rows"]
         table = datasets.load_from_disk(folder).with_format("numpy")
-        return [
+        rows = [
             Row(
                 row["id"], row["source"], row["ids"].astype(np.int32), row["loss_mask"].astype(bool)
             )
             for row in table
         ]
+        if len(rows) != count:
+            raise ValueError(f"{len(rows)} rows of {count}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder}: damaged ({type(error).__name__}: {error}); delete it and run prepare again"
+            f"{folder}: damaged ({type(error).__name__}: {' '.join(str(error).split())}); delete "
+            "it and run prepare again"
         ) from None
+    if fingerprint is not None:
+        check_same_target(made_by, fingerprint, f"the data in {directory}")
+    return rows

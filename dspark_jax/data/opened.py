@@ -40,7 +40,8 @@ def open_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError) as error:
-        raise UserError(f"{directory}: no usable tokenizer ({error})") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{directory}: no usable tokenizer ({reason})") from None
     if not tokenizer.chat_template:
         raise UserError(f"{directory}: the tokenizer has no chat template; use an instruct model")
     return tokenizer

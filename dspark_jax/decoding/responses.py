@@ -29,6 +29,7 @@ from dspark_jax.data.prompts import load_prompts
 from dspark_jax.decoding.plain import generate_plain
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.verify import Reason
+from dspark_jax.weights.safetensors import read_json
 
 PROMPT_BUCKET = 32  # prompts are padded to a multiple of this: few compilations, little waste
 
@@ -70,10 +71,18 @@ def respond(
       For each batch the requests with their response ids (end-of-turn token included if reached).
 
     Raises:
-      UserError: the target gave NaN or infinite logits, with the conversation named.
+      UserError: the target gave NaN or infinite logits, or the tokenizer an id the target does
+        not have, with the conversation named.
     """
     devices = jax.sharding.get_mesh().shape["fsdp"]
     batch = -(-batch // devices) * devices
+    vocab = target.model.config.vocab_size
+    for request in requests:
+        if max(request.prompt_ids) >= vocab:  # the embedding lookup would clamp it silently
+            raise UserError(
+                f"{request.id}: token {max(request.prompt_ids)} has no row in the target's "
+                f"embedding ({vocab} rows); the tokenizer does not belong to this target"
+            )
     ordered = sorted(requests, key=lambda r: (len(r.prompt_ids), r.key))
     stop_ids = jnp.asarray(target.stop_ids, jnp.int32)
     for start in range(0, len(ordered), batch):
@@ -131,6 +140,21 @@ class ResponseLog:
                 ) from None
         self._file = path.open("a")
 
+    def missing(self, requests: Sequence[Request]) -> list[Request]:
+        """Those not answered yet.
+
+        Raises:
+          UserError: an answer is there, but to another prompt: the prompts have changed since.
+        """
+        for request in requests:
+            turn = self.done.get(request.key)
+            if turn is not None and tuple(turn.prompt_ids) != request.prompt_ids:
+                raise UserError(
+                    f"{self.path}: {request.id} was answered with another prompt; the prompts "
+                    "have changed: use another folder (--config.data.path) or delete this one"
+                )
+        return [request for request in requests if request.key not in self.done]
+
     def add(self, answered: Sequence[tuple[Request, list[int]]]) -> None:
         """Appends responses; they survive a kill once this returns."""
         for request, response in answered:
@@ -169,7 +193,7 @@ def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) ->
     log = ResponseLog(directory / "responses.jsonl")
     conversations = _conversations(config, target, log)
     dropped = 0
-    for turn in range(max(_num_turns(c) for c in conversations)):
+    for turn in range(max(map(_num_turns, conversations), default=0)):
         requests = []
         for conversation in conversations:
             for sample in range(data.samples):
@@ -181,6 +205,8 @@ def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) ->
         _answer(config, target, requests, log, f"responses, turn {turn + 1}")
     log.close()
     rows = [row for c in conversations for row in _rows(c, data.samples, log)]
+    if not conversations:
+        raise UserError(f"{data.prompts}: the target wrote only empty prompts; ask for more")
     if not rows:
         raise UserError(
             f"{data.prompts}: no prompt is at most {data.max_prompt_tokens} tokens long; raise "
@@ -191,7 +217,7 @@ def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) ->
 
 def _answer(config: RunConfig, target: OpenedTarget, requests, log: ResponseLog, what: str):
     data = config.data
-    missing = [r for r in requests if r.key not in log.done]
+    missing = log.missing(requests)
     if not missing:
         return
     initial = len(requests) - len(missing)
@@ -222,7 +248,7 @@ def _conversations(config: RunConfig, target: OpenedTarget, log: ResponseLog):
         Request(f"magpie-{i}", 0, -1, prefix, request_seed(config.seed, "magpie", i))
         for i in range(int(number))
     ]
-    missing = [r for r in requests if r.key not in log.done]
+    missing = log.missing(requests)
     initial = len(requests) - len(missing)
     with progress(total=len(requests), desc="prompts", unit="prompt", initial=initial) as bar:
         for answered in respond(
@@ -300,8 +326,8 @@ def _check_recipe(path: Path, recipe: dict) -> None:
     """Refuses to mix responses of two recipes in one folder."""
     text = json.dumps(recipe, indent=1, sort_keys=True)
     if path.exists() and path.read_text() != text:
-        old = json.loads(path.read_text())
-        changed = [key for key in recipe if old.get(key) != recipe[key]]
+        old, new = _dotted(read_json(path)), _dotted(json.loads(text))
+        changed = sorted(key for key in old | new if old.get(key) != new.get(key))
         raise UserError(
             f"{path.parent} was prepared with another {', '.join(changed)}: use another folder "
             "(--config.data.path) or delete this one"
@@ -309,3 +335,12 @@ def _check_recipe(path: Path, recipe: dict) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def _dotted(group: dict) -> dict:
+    """{"data.temperature": 1.0, ...}, one level deep."""
+    flat = {}
+    for key, value in group.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        flat |= {f"{key}.{name}".rstrip("."): item for name, item in inner.items()}
+    return flat

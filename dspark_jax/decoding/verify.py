@@ -210,7 +210,15 @@ def _prefix_length(good: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """Length of the leading run of True in bool[B, G], at most `lengths`: i32[B]."""
     if lengths is not None:
         good = good & (jnp.arange(good.shape[1]) < lengths[:, None])
-    return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+
+    def slot(carry, accepted):  # left to right: a slot counts while every one before it did
+        alive, count = carry
+        alive = alive & accepted
+        return (alive, count + alive.astype(jnp.int32)), None
+
+    row = jnp.zeros_like(good, jnp.int32).sum(axis=1, dtype=jnp.int32)  # sharded like the batch
+    (_, count), _ = jax.lax.scan(slot, (row == 0, row), jnp.swapaxes(good, 0, 1))
+    return count
 
 
 def _first(flags: jax.Array) -> jax.Array:

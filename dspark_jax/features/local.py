@@ -77,19 +77,32 @@ class LocalSource:
 
     def batch(self, step: int) -> Batch:
         """The batch of an optimizer step."""
-        size = self._batch_size
-        rows = batch_rows(step, num_rows=len(self._train), batch_size=size, seed=self._seed)
+        rows = self._rows(step)
         if (kept := self._memory.get(rows)) is not None:
             return self._remembered(rows, *kept)
         batch = self._features(self._train, rows, self._accumulation)
         self._memory.put(rows, batch)
         return batch
 
-    def names(self, step: int) -> list[str]:
-        """Documents of a step's batch, for error messages."""
+    def blame(self, step: int) -> str:
+        """What a message says of a step whose taps or loss are not finite; runs the target again.
+
+        Names the documents of the rows on which the target is not finite, or else of the batch.
+        """
+        rows = self._rows(step)
+        batch = self._features(self._train, rows, self._accumulation)
+        problem = check_features(batch, self._taps)
+        live = (batch.documents > 0)[..., None]
+        taps = jnp.isfinite(jnp.where(live[..., None], batch.taps, 0)).all((2, 3, 4))
+        hidden = jnp.isfinite(jnp.where(live, batch.last_hidden, 0)).all((2, 3))
+        bad = rows[~np.asarray(taps & hidden).reshape(-1)]
+        names = [name for row in (bad if len(bad) else rows) for name in self._train.names[row]]
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return f"{problem or 'the loss is NaN or infinite'} in {', '.join(names[:8])}{more}"
+
+    def _rows(self, step: int) -> np.ndarray:
         size = self._batch_size
-        rows = batch_rows(step, num_rows=len(self._train), batch_size=size, seed=self._seed)
-        return [name for row in rows for name in self._train.names[row]]
+        return batch_rows(step, num_rows=len(self._train), batch_size=size, seed=self._seed)
 
     def validation(self) -> list[Batch]:
         """The first validation rows, in micro-batches of the training size.
@@ -202,4 +215,6 @@ def check_features(batch: Batch, taps: tuple[int, ...]) -> str | None:
             return f"tap of layer {tap} is all zeros"
         if index and bool((batch.taps[..., index, :] == batch.taps[..., index - 1, :]).all()):
             return f"taps of layers {taps[index - 1]} and {tap} are identical"
+    if not bool(jnp.isfinite(jnp.where(live, batch.last_hidden, 0)).all()):
+        return "the target's last hidden state has NaN or infinite values"
     return None

@@ -139,7 +139,7 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
         loss = loss + jnp.sum(weight * (ce_weight * ce + l1_weight * l1))
         if not with_grads:
             return (loss, d_w2), ((ce, l1, match), None)
-        # d l1 / dz_v = q_v (s_v - sum_u q_u s_u) with s = sign(q - p) and sum_u q_u s_u = 2 over_q - 1
+        # d l1 / dz_v = q_v (s_v - sum_u q_u s_u), s = sign(q - p), sum_u q_u s_u = 2 over_q - 1
         w = weight[..., None]
         mean_sign = 2 * over_q[..., None] - 1
         d_z = q * w * (ce_weight + l1_weight * (jnp.where(over, 1.0, -1.0) - mean_sign))

@@ -73,7 +73,6 @@ class TargetConfig:
             ("use_sliding_window", False),
             ("hidden_act", "silu"),
             ("quantization_config", None),
-            ("partial_rotary_factor", 1.0),  # engines disagree on it for these families
         ):
             if config.get(key, wanted) not in (wanted, None):
                 raise UserError(f"{where}: {key}={config[key]!r} is not supported")
@@ -82,6 +81,10 @@ class TargetConfig:
         if missing:
             raise UserError(f"{where}: field {missing[0]!r} is missing; is this a model's config?")
         heads = config["num_attention_heads"]
+        rope = rope_from_hf(config, where)
+        if rope.partial_rotary_factor != 1.0:  # engines disagree on it for these families
+            factor = rope.partial_rotary_factor
+            raise UserError(f"{where}: partial_rotary_factor={factor} is not supported")
         return cls(
             family=family,
             vocab_size=config["vocab_size"],
@@ -92,7 +95,7 @@ class TargetConfig:
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             intermediate_size=config["intermediate_size"],
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope=rope_from_hf(config, where),
+            rope=rope,
             tie_embeddings=config.get("tie_word_embeddings", False),
             max_positions=config.get("max_position_embeddings", 2048),
             dtype=dtype,
@@ -128,7 +131,7 @@ def rope_from_hf(config: Mapping[str, Any], where: str) -> RopeConfig:
             raise UserError(f"{where}: RoPE parameter {key}={nested[key]!r} is not supported")
     original = nested.get("original_max_position_embeddings")
     original = original or config.get("original_max_position_embeddings")
-    partial = nested.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    partial = nested.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     return RopeConfig(
         theta=thetas.pop(),
         kind=kind,

@@ -6,7 +6,10 @@ step are everything there is to save.
 
 import contextlib
 import dataclasses
+import json
 import logging
+import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from dspark_jax.core.config import RunConfig, from_mapping, to_mapping
@@ -76,15 +80,25 @@ def read_record(workdir: Path) -> RunRecord:
             target_config=TargetConfig(**target),
             architectures=tuple(value["architectures"]),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
         raise UserError(f"{path}: damaged ({error}); restore it or train again") from None
+
+
+def step_folders(workdir: Path) -> list[Path]:
+    """The folders of finished saves, damaged or not, without those being written."""
+    return [path for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
 
 
 def open_checkpoints(workdir: Path, keep: int) -> ocp.training.Checkpointer:
     """The checkpoints of a run: the latest `keep` and the best by expected accepted length.
 
-    Saving is decided by the caller; half-written folders of killed saves are removed.
+    Saving is decided by the caller; half-written folders of killed saves are removed. Leaving the
+    context waits for the last save.
     """
+    for folder in step_folders(workdir):
+        if (folder / "metrics").is_dir() and _rank(folder) == -math.inf:
+            logging.warning("checkpoint %s has lost its rank: it cannot be the best", folder.name)
+            shutil.rmtree(folder / "metrics")  # orbax would not open any checkpoint
     policies = ocp.training.preservation_policies
     best = policies.BestN(
         get_metric_fn=lambda metrics: metrics[BEST_METRIC],
@@ -100,24 +114,25 @@ def open_checkpoints(workdir: Path, keep: int) -> ocp.training.Checkpointer:
 
 
 def save(
-    run: ocp.training.Checkpointer, state: TrainState, step: int, expected_length: float
+    run: ocp.training.Checkpointer, state: TrainState, step: int, expected_length: float | None
 ) -> None:
     """Starts an asynchronous save; the arrays are copied before this returns.
 
     Args:
       step: updates made, as a host integer (reading the state's would wait for the device).
-      expected_length: latest expected accepted length on the validation split; ranks checkpoints.
+      expected_length: expected accepted length on the validation split at this very step, which
+        ranks the checkpoint; None if it was not validated: it then is never the best.
     """
     items = {"drafter": named(state.drafter), "optimizer": to_plain(state.opt_state)}
-    run.save_checkpointables_async(
-        step, items, metrics={BEST_METRIC: expected_length}, overwrite=False
-    )
+    metrics = None if expected_length is None else {BEST_METRIC: expected_length}
+    run.save_checkpointables_async(step, items, metrics=metrics, overwrite=False)
 
 
 def restore_latest(run: ocp.training.Checkpointer, init, *args: Any) -> tuple[TrainState, int]:
     """The newest complete checkpoint as a state on the current mesh, whatever mesh saved it.
 
-    A checkpoint that cannot be read is passed over with a warning that names it.
+    A checkpoint that cannot be read is passed over with a warning that names it, and put aside as
+    damaged-STEP once an older one has been read.
 
     Args:
       init, args: `init(*args)` would make a fresh state; only its shapes are used.
@@ -130,48 +145,54 @@ def restore_latest(run: ocp.training.Checkpointer, init, *args: Any) -> tuple[Tr
     """
     template = abstract(init, *args)
     wanted = {"drafter": named(template.drafter), "optimizer": to_plain(template.opt_state)}
-    damaged = []
+    damaged: dict[int, str] = {}
     for checkpoint in reversed(run.checkpoints):
-        step = checkpoint.step
+        step, folder = checkpoint.step, Path(run.directory) / str(checkpoint.step)
         try:
-            items = run.load_checkpointables(step, wanted)
+            for item in wanted:
+                _check_readable(folder / item)
+            with _quiet():
+                items = run.load_checkpointables(step, wanted)
         except Exception as error:  # orbax raises many kinds for damaged folders
-            logging.warning("checkpoint %s cannot be read (%s); using an older one", step, error)
-            damaged.append(step)
+            damaged[step] = _reason(error)
             continue
         drafter = with_arrays(template.drafter, items["drafter"])
         opt_state = from_plain(template.opt_state, items["optimizer"])
         at = jax.device_put(jnp.asarray(step, jnp.int32), template.step.sharding)
-        for bad in damaged:  # their step numbers will be written again
-            shutil.rmtree(run.directory / str(bad), ignore_errors=True)
+        for bad, reason in damaged.items():  # their step numbers will be written again
+            logging.warning(
+                "checkpoint %s cannot be read (%s); going on from %s", bad, reason, step
+            )
+            aside = folder.with_name(f"damaged-{bad}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(folder.with_name(str(bad)), aside)
         if damaged:
             run.reload()
         return TrainState(at, drafter, opt_state), step
     raise UserError(
-        f"{run.directory}: none of the checkpoints {damaged} can be read; restore one or delete "
-        "the folder to start anew"
+        f"{run.directory}: none of the checkpoints {', '.join(map(str, damaged))} can be read "
+        f"({damaged[max(damaged)]}); restore one or delete the folder to start anew"
     )
 
 
 def checkpoint_steps(workdir: Path) -> dict[int, float]:
     """Complete checkpoints of a run: {step: expected accepted length}, ascending.
 
+    -inf for one that was not validated when it was saved.
+
     Raises:
       UserError: there is none.
     """
-    folder = workdir.absolute() / "checkpoints"
-    steps = {}
-    if folder.is_dir():
-        with _quiet(), ocp.training.Checkpointer(folder) as run:
-            for checkpoint in run.checkpoints:
-                steps[checkpoint.step] = (checkpoint.metrics or {}).get(BEST_METRIC, 0.0)
+    # A save gets its plain name only when it is complete.
+    folders = sorted(step_folders(workdir), key=lambda path: int(path.name))
+    steps = {int(folder.name): _rank(folder) for folder in folders}
     if not steps:
         raise UserError(f"{workdir}: no finished checkpoint in checkpoints/; train first")
     return steps
 
 
 def choose_step(workdir: Path, which: str) -> int:
-    """The step meant by "best", "latest" or a number."""
+    """The step meant by "best" (the latest of those ranked equal), "latest" or a number."""
     steps = checkpoint_steps(workdir)
     if which == "best":
         return max(steps, key=lambda step: (steps[step], step))
@@ -193,13 +214,14 @@ def load_arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
     """
     path = workdir.absolute() / "checkpoints" / str(step)
     try:
-        saved = ocp.checkpointables_metadata(path).metadata["drafter"]
-        host = jax.tree.map(lambda m: np.empty(m.shape, m.dtype), saved)
-        arrays = ocp.load_checkpointables(path, {"drafter": host})["drafter"]
+        _check_readable(path / "drafter")
+        with _quiet():
+            saved = ocp.checkpointables_metadata(path).metadata["drafter"]
+            host = jax.tree.map(lambda m: np.empty(m.shape, m.dtype), saved)
+            arrays = ocp.load_checkpointables(path, {"drafter": host})["drafter"]
     except Exception as error:  # orbax raises many kinds for damaged folders
-        reason = str(error).splitlines()[0][:200]
         raise UserError(
-            f"{path}: damaged checkpoint ({type(error).__name__}: {reason}); use another --step"
+            f"{path}: damaged checkpoint ({_reason(error)}); use another --step"
         ) from None
     return dict(arrays)
 
@@ -208,18 +230,17 @@ def load_drafter(record: RunRecord, workdir: Path, step: int) -> Drafter:
     """The drafter of a checkpoint on the current mesh."""
     template = abstract_drafter(record.shape)
     arrays = load_arrays(workdir, step)
-    try:
-        placed = {
-            name: jax.device_put(arrays[name], wanted.sharding)
-            for name, wanted in named(template).items()
-        }
-        if any(placed[n].shape != w.shape for n, w in named(template).items()):
-            raise ValueError("shapes differ")
-        return with_arrays(template, placed)
-    except (KeyError, ValueError) as error:
-        raise UserError(
-            f"{workdir}: checkpoint {step} does not fit config.json ({error})"
-        ) from None
+    wanted = named(template)
+    where = f"{workdir}: checkpoint {step} does not fit config.json"
+    if other := sorted(set(wanted) ^ set(arrays)):
+        raise UserError(f"{where} ({other[0]} is in one of them only)")
+    for name, array in wanted.items():
+        if arrays[name].shape != array.shape:
+            shapes = f"{list(arrays[name].shape)}, not {list(array.shape)}"
+            raise UserError(f"{where} ({name} has shape {shapes})")
+    return with_arrays(
+        template, {name: jax.device_put(arrays[name], x.sharding) for name, x in wanted.items()}
+    )
 
 
 def abstract_drafter(shape: DrafterShape) -> Drafter:
@@ -235,6 +256,38 @@ def save_drafter(workdir: Path, arrays: dict[str, np.ndarray], step: int = 0) ->
         run.save_checkpointables(
             step, {"drafter": dict(arrays)}, metrics={BEST_METRIC: 0.0}, force=True
         )
+
+
+def _rank(folder: Path) -> float:
+    """The expected accepted length saved with a checkpoint; -inf if there is none."""
+    try:
+        rank = float(json.loads((folder / "metrics" / "metrics").read_text())[BEST_METRIC])
+    except (OSError, ValueError, KeyError, TypeError):
+        return -math.inf
+    return rank if math.isfinite(rank) else -math.inf
+
+
+def _check_readable(folder: Path) -> None:
+    """Reads everything that one saved item consists of.
+
+    Orbax tells of damage too, but with pages of tracebacks of its own on stderr.
+
+    Raises:
+      OSError, ValueError: something is missing, cut short or no JSON.
+    """
+    for path in (folder / "_METADATA", *folder.glob("array_metadatas/*")):
+        json.loads(path.read_text())
+    base = {"driver": "file", "path": f"{folder}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    keys = store.list().result()
+    if not keys:
+        raise ValueError("it holds no arrays")
+    for key in keys:
+        store.read(key).result()
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextlib.contextmanager

@@ -87,7 +87,8 @@ def train_step(
 
     Returns:
       The next state, and {"sums", "loss", "grad_norm", "finite"}: finite says whether taps and
-      loss were; if not, the state is left as it was.
+      loss were; if not, the state is left as it was. A batch without any supervised slot counts
+      as a step and changes nothing else.
     """
     config: DrafterConfig = state.drafter.config
     # 1. Anchors of all rows, and the weight of the whole batch.
@@ -115,8 +116,13 @@ def train_step(
     updates, opt_state = tx.update(grads, state.opt_state, state.drafter)
     drafter = optax.apply_updates(state.drafter, updates)
     sound = finite["taps"] & finite["loss"]
-    new = TrainState(state.step + 1, drafter, opt_state)
-    new = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
+    useful = sound & (total > 0)  # without any supervised slot there is no decay or momentum either
+    drafter, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(useful, new, old),
+        (drafter, opt_state),
+        (state.drafter, state.opt_state),
+    )
+    new = TrainState(state.step + sound.astype(jnp.int32), drafter, opt_state)
     return new, {"sums": sums, "loss": loss, "grad_norm": grad_norm, "finite": finite}
 
 

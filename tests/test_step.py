@@ -1,0 +1,282 @@
+"""The train step: one global normalisation, a frozen target, donated state, one compilation.
+
+pytest tests/test_step.py
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import total_loss
+from tiny_drafter import (
+    HIDDEN,
+    VOCAB,
+    head_arrays,
+    make_batch,
+    make_drafter,
+    make_head,
+    make_reference,
+    make_row,
+    make_shape,
+    random_weights,
+)
+
+from dspark_jax.core.config import LossConfig, TrainConfig
+from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.trees import named, to_plain
+from dspark_jax.training.anchors import sample_anchors
+from dspark_jax.training.step import (
+    Recipe,
+    TrainState,
+    make_optimizer,
+    train_step,
+    validation_step,
+)
+
+LOSS = LossConfig(ce=0.1, l1=0.9, confidence=0.5, decay=3.0)
+RECIPE = Recipe(LOSS, num_anchors=3, chunk=16, seed=11)
+LENGTH = 12
+
+
+def recorder() -> optax.GradientTransformation:
+    """Keeps the gradient of the step in the optimizer state and passes it on."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, *_: (grads, grads)
+    )
+
+
+OPTIONS = TrainConfig(learning_rate=1e-2, weight_decay=0.1, warmup_fraction=0.04)
+STEPS = 100
+RECORD = optax.chain(recorder(), optax.set_to_zero())
+TX = optax.chain(recorder(), make_optimizer(OPTIONS, STEPS))
+
+
+@functools.cache
+def shape_and_weights():
+    shape = make_shape(num_layers=1, block_size=3)
+    return shape, random_weights(shape)
+
+
+def eight_rows():
+    """Rows with many, few and no supervised slots; every second pair of rows has none at all."""
+    generated = [range(1, 12), (4, 5), (), (), range(2, 12), (11,), (), range(6, 9)]
+    documents = [(12,), (12,), (12,), (5, 7), (6, 6), (12,), (4,), (9, 3)]
+    return [
+        make_row(sizes, positions, seed, LENGTH)
+        for seed, (sizes, positions) in enumerate(zip(documents, generated))
+    ]
+
+
+def new_state(tx=TX) -> TrainState:
+    drafter = make_drafter(*shape_and_weights())
+    return TrainState(jnp.zeros((), jnp.int32), drafter, jax.jit(tx.init)(drafter))
+
+
+@dataclasses.dataclass
+class Result:
+    """What a step has given, on the host."""
+
+    loss: float
+    grads: dict
+    metrics: dict
+
+
+def step_on(fsdp: int, tp: int, accumulation: int, order=range(8), tx=RECORD) -> Result:
+    """The first step on a mesh, with the rows in an order."""
+    rows = eight_rows()
+    with jax.set_mesh(make_mesh(fsdp, tp)):
+        batch = make_batch([rows[i] for i in order], accumulation, list(order))
+        state, metrics = train_step(new_state(tx), make_head(), batch, tx=tx, recipe=RECIPE)
+        state, metrics = jax.device_get((to_plain(state), metrics))
+    return Result(metrics["loss"], state.opt_state[0], metrics)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Result:
+    return step_on(1, 1, 1)
+
+
+# One normalisation over the global batch (R046, R129).
+
+
+def test_the_loss_is_the_loops_loss_over_all_rows(whole):
+    shape, weights = shape_and_weights()
+    rows = eight_rows()
+    masks, documents = (
+        np.stack([getattr(row, name) for row in rows]) for name in ("loss_mask", "documents")
+    )
+    key = jax.random.fold_in(jax.random.key(RECIPE.seed), 0)
+    anchors, filled = sample_anchors(key, masks, documents, np.arange(8), RECIPE.num_anchors)
+    kept = [list(a[on]) for a, on in zip(np.asarray(anchors), np.asarray(filled))]
+    assert [len(a) for a in kept] == [3, 1, 0, 0, 3, 0, 0, 2]
+    terms = make_reference(shape, weights).terms(rows, kept, LOSS.decay)
+    assert whole.loss == pytest.approx(total_loss(terms, LOSS), rel=1e-5)
+    assert whole.metrics["sums"].slots.sum() == len(terms)
+    # A mean of the rows' means would be something else.
+    means = [total_loss([t for t in terms if t.row == b], LOSS) for b in (0, 1, 4, 7)]
+    assert abs(np.mean(means) - whole.loss) > 1e-2 * whole.loss
+
+
+@pytest.mark.parametrize("fsdp, tp, accumulation", [(1, 1, 4), (8, 1, 1), (4, 2, 2)])
+def test_neither_mesh_nor_accumulation_matters(whole, fsdp, tp, accumulation):
+    """Micro-batches 2 and 3 of 4, and some devices, have no supervised slot."""
+    check(step_on(fsdp, tp, accumulation), whole)
+
+
+def test_nor_do_the_places_of_the_rows(whole):
+    """Two micro-batches: all supervised rows in the first of them, or spread, or as they come."""
+    check(step_on(1, 1, 2, range(8), TX), whole)
+    check(step_on(1, 1, 2, [0, 1, 4, 7, 2, 3, 5, 6], TX), whole)
+    check(step_on(1, 1, 2, [6, 0, 5, 4, 3, 1, 2, 7], TX), whole)
+
+
+def check(got: Result, want: Result):
+    assert got.loss == pytest.approx(float(want.loss), rel=1e-6)
+    for name, grad in want.grads.items():
+        np.testing.assert_allclose(
+            got.grads[name], grad, rtol=1e-5, atol=1e-6 * np.abs(grad).max(), err_msg=name
+        )
+    np.testing.assert_allclose(got.metrics["grad_norm"], want.metrics["grad_norm"], rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(got.metrics["sums"]), jax.tree.leaves(want.metrics["sums"])):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    for x in got.metrics["finite"].values():
+        assert x
+
+
+def test_the_gradient_norm_is_of_the_trained_arrays(whole):
+    norm = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in whole.grads.values()))
+    assert whole.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert norm > 1e-2
+
+
+# The state.
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    with jax.set_mesh(make_mesh(1, 1)):
+        yield
+
+
+def test_three_steps(one_device):
+    """Frozen target, donated state, one compilation, anchors and arrays that change (R053)."""
+    head, batch, state = make_head(), make_batch(eight_rows(), 2), new_state()
+    first = state.drafter.fc[...]
+    losses, seen = [], []
+    before = None
+    for _ in range(3):
+        state, metrics = train_step(state, head, batch, tx=TX, recipe=RECIPE)
+        before = before or train_step._cache_size()
+        losses.append(float(metrics["loss"]))
+        seen.append(jax.device_get(named(state.drafter)))
+    assert train_step._cache_size() == before
+    assert int(state.step) == 3
+    assert first.is_deleted()
+    for array, kept in zip((head.embed, head.lm_head), head_arrays()):
+        np.testing.assert_array_equal(array, kept)
+    # The optimizer knows the drafter's arrays and no others.
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert len(moments) == 3 * len(seen[0])
+    assert not [leaf for leaf in moments if leaf.shape == (VOCAB, HIDDEN)]
+    for name in seen[0]:
+        assert (seen[2][name] != seen[1][name]).any(), name
+    assert len(set(losses)) == 3  # the anchors of a step are its own
+
+
+def test_it_learns_its_batch(one_device):
+    """The same eight rows again and again: what the target would accept grows (R039)."""
+    head, batch, state = make_head(), make_batch(eight_rows(), 2), new_state()
+    seen = []
+    for _ in range(STEPS):
+        state, metrics = train_step(state, head, batch, tx=TX, recipe=RECIPE)
+        seen.append(metrics)
+    losses = [float(metrics["loss"]) for metrics in seen]
+    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+    accept = [float(m["sums"].accept.sum() / m["sums"].slots.sum()) for m in seen]
+    assert np.mean(accept[-5:]) > np.mean(accept[:5]) + 0.2
+
+
+def test_a_step_is_a_function_of_its_inputs(one_device, whole):
+    """The same state and batch give the same bits."""
+    again = step_on(1, 1, 1)
+    jax.tree.map(np.testing.assert_array_equal, again.grads, whole.grads)
+
+
+def advanced() -> TrainState:
+    """A state whose optimizer has seen a step."""
+    batch = make_batch(eight_rows(), 2)
+    return train_step(new_state(), make_head(), batch, tx=TX, recipe=RECIPE)[0]
+
+
+def assert_same(state, kept, but=()):
+    got = jax.device_get(to_plain(state))
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(kept), strict=True):
+        if jax.tree_util.keystr(path) not in but:
+            np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_batch_that_is_not_finite_leaves_the_state_alone(one_device, value):
+    state = advanced()
+    kept = jax.device_get(to_plain(state))
+    rows = eight_rows()
+    rows[3].taps[4, 1, 2] = value
+    batch = make_batch(rows, 2)
+    state, metrics = train_step(state, make_head(), batch, tx=TX, recipe=RECIPE)
+    assert not metrics["finite"]["taps"]
+    assert_same(state, kept)
+
+
+def test_a_teacher_that_is_not_finite_is_reported(one_device):
+    state = advanced()
+    kept = jax.device_get(to_plain(state))
+    rows = eight_rows()
+    rows[0].last_hidden[:] = np.nan
+    state, metrics = train_step(state, make_head(), make_batch(rows, 2), tx=TX, recipe=RECIPE)
+    assert metrics["finite"]["taps"] and not metrics["finite"]["loss"]
+    assert_same(state, kept)
+
+
+def test_padding_may_hold_anything(one_device):
+    """It is no part of the data: the step is the same to the bit (R044)."""
+    want = jax.device_get(to_plain(advanced()))
+    rows = eight_rows()
+    for row in rows:
+        row.taps[row.documents == 0] = np.nan
+        row.last_hidden[row.documents == 0] = np.inf
+    batch = make_batch(rows, 2)
+    state, metrics = train_step(new_state(), make_head(), batch, tx=TX, recipe=RECIPE)
+    assert metrics["finite"]["taps"] and metrics["finite"]["loss"]
+    assert_same(state, want)
+
+
+def test_a_batch_without_supervision_is_skipped(one_device):
+    """Loss 0, no decay, no momentum; only the step counts (R129)."""
+    state = advanced()
+    kept = jax.device_get(to_plain(state))
+    rows = eight_rows()
+    for row in rows:
+        row.loss_mask[:] = False
+    state, metrics = train_step(state, make_head(), make_batch(rows, 2), tx=TX, recipe=RECIPE)
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["sums"].weight == 0
+    assert metrics["finite"]["taps"] and metrics["finite"]["loss"]
+    assert int(state.step) == 2
+    assert_same(state, kept, but=(".step",))
+
+
+def test_validation_changes_nothing_and_repeats(one_device):
+    """The same sums each time, of the same slots whatever the step."""
+    shape, weights = shape_and_weights()
+    drafter, head = make_drafter(shape, weights), make_head()
+    batch = make_batch(eight_rows())
+    first, second = (
+        jax.device_get(validation_step(drafter, head, batch, recipe=RECIPE)) for _ in range(2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert first.weight > 0
+    for name, array in jax.device_get(named(drafter)).items():
+        np.testing.assert_array_equal(array, weights[name])
