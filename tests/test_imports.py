@@ -6,6 +6,7 @@ Read with the syntax tree, so that an import inside a function counts as well.
 import ast
 import json
 import pathlib
+import re
 import textwrap
 from collections.abc import Iterator
 
@@ -82,7 +83,7 @@ def definitions(notebook: pathlib.Path) -> Iterator[str]:
         lines = "".join(cell["source"]).splitlines()
         if lines and lines[0].startswith("%%"):
             continue
-        code = "\n".join("pass" if line.startswith(("%", "!")) else line for line in lines)
+        code = "\n".join(re.sub(r"^(\s*)[%!].*", r"\1pass", line) for line in lines)
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield node.name
