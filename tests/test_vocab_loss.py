@@ -206,6 +206,19 @@ def test_rows_of_weight_zero_have_no_influence():
     assert with_grads((args[0] + 0.1, *args[1:]), chunk=12)[0] != clean[0]
 
 
+@pytest.mark.parametrize("index", [0, 1, 2, 4])
+def test_a_live_row_that_is_not_finite_shows(index):
+    """Not even a NaN of the teacher, which only enters comparisons, may look like a small loss."""
+    args = operands(7)
+    b, n = np.argwhere(args[-1] > 0)[3]
+    spoiled = [x.copy() for x in args]
+    spoiled[index][(b, n, 2) if index != 2 else (5, 1)] = np.nan
+    value, terms, _ = with_grads(tuple(spoiled), chunk=12)
+    assert np.isnan(value) and np.isnan(terms.l1[b, n])
+    if index != 2:
+        assert np.isfinite(np.delete(np.asarray(terms.l1).ravel(), b * 7 + n)).all()
+
+
 def test_nothing_live_is_zero():
     args = (*operands(7)[:-1], np.zeros((BATCH, 7), np.float32))
     value, _, grads = with_grads(args, chunk=12)

@@ -127,12 +127,13 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
         zt = einsum("bnd,vd->bnv", t, head_c, out=vocab_out, **f32)
         top, top_t = z.max(-1, keepdims=True), zt.max(-1, keepdims=True)
         q, p = jnp.exp(z - top), jnp.exp(zt - top_t)
-        total = q.sum(-1, keepdims=True)
-        q, p = q / total, p / p.sum(-1, keepdims=True)
+        total, total_t = q.sum(-1, keepdims=True), p.sum(-1, keepdims=True)
+        q, p = q / total, p / total_t
         ce = (top + jnp.log(total))[..., 0] - own
         over = q > p
         over_q, over_p = jnp.where(over, q, 0.0).sum(-1), jnp.where(over, p, 0.0).sum(-1)
         l1 = 2 * (over_q - over_p)  # both sum to 1, so the excess above equals the one below
+        l1 = jnp.where((total * total_t)[..., 0] > 0, l1, jnp.nan)  # comparisons hide a NaN
         # The drafter's logit where the target's is largest, against the drafter's largest.
         at_target = jnp.where(zt == top_t, z, -jnp.inf).max(-1)
         match = (at_target >= top[..., 0]).astype(jnp.float32)
@@ -169,9 +170,14 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
     if not with_grads:
         return loss, terms, None
     d_hidden, d_latent = jax.tree.map(whole, grads)
-    if d_w2 is not None:
-        d_w2 = jax.sharding.reshard(d_w2.astype(w2.dtype), jax.typeof(w2).sharding.spec)
-    return loss, terms, (d_hidden, d_latent, d_w2)
+    d_w2 = None if d_w2 is None else d_w2.astype(w2.dtype)
+    # With one row and one chunk a reshape forgets which axis was sharded.
+    grads = jax.tree.map(_placed_like, (d_hidden, d_latent, d_w2), (hidden, latent, w2))
+    return loss, terms, grads
+
+
+def _placed_like(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.sharding.reshard(x, jax.typeof(y).sharding.spec)
 
 
 def _add_rows(table: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
