@@ -15,7 +15,7 @@ from tiny_targets import CHATML, LETTERS, write_talker
 
 from dspark_jax.core.config import DataConfig, DrafterConfig, RunConfig
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.sharding import make_mesh, place
 from dspark_jax.data.batches import batch_rows, pack, split
 from dspark_jax.data.dataset import Row, load_dataset, save_dataset
 from dspark_jax.data.opened import open_target, open_tokenizer
@@ -437,17 +437,23 @@ def test_long_prompts_are_dropped_and_counted(target, prompts_file, prepared, tm
 
 
 def test_magpie_prompts_are_the_targets_own(target, tmp_path, generated):
-    config = run_config("magpie:3", max_prompt_tokens=64)
+    """The target continues an open user turn; an empty prompt is left out, a long one dropped."""
+    config = run_config("magpie:4", max_prompt_tokens=64)
     prepare_dataset(config, target, tmp_path)
-    lines = log_lines(tmp_path)
-    assert [line["turn"] for line in lines] == [-1] * 3 + [0] * 3
+    written = [line for line in log_lines(tmp_path) if line["turn"] == -1]
+    assert len(written) == 4
     opening = target.tokenizer("<|im_start|>user\n")["input_ids"]
-    written = {line["id"]: line for line in lines if line["turn"] == -1}
-    assert {tuple(line["prompt"]) for line in written.values()} == {tuple(opening)}
-    for line in lines[3:]:
-        text = target.tokenizer.decode(written[line["id"]]["response"]).removesuffix("<|im_end|>")
+    assert {tuple(line["prompt"]) for line in written} == {tuple(opening)}
+    expected = {}
+    for line in written:
+        text = target.tokenizer.decode(line["response"]).removesuffix("<|im_end|>")
         prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        assert target.tokenizer.decode(line["prompt"]) == prompt
+        prompt = target.tokenizer(prompt)["input_ids"]
+        if text and len(prompt) <= 64:
+            expected[line["id"]] = prompt
+    answered = {line["id"]: line["prompt"] for line in log_lines(tmp_path) if line["turn"] == 0}
+    assert answered == expected and expected
+    assert len(load_dataset(tmp_path)) == len(expected)
     generated.clear()
     prepare_dataset(config, target, tmp_path)
     assert generated == []
@@ -537,7 +543,13 @@ def test_plain_decoding_equals_a_loop_without_cache(target, temperature):
     params = SamplingParams.make(5, temperature, seeds=seeds)
     stop_ids = jnp.asarray(target.stop_ids, jnp.int32)
     result = generate_plain(
-        target.model, padded, lengths, params, stop_ids, limits, max_new=MAX_NEW
+        target.model,
+        place(padded, "batch", None),
+        place(lengths, "batch"),
+        jax.tree.map(lambda x: place(x, "batch"), params),
+        stop_ids,
+        place(limits, "batch"),
+        max_new=MAX_NEW,
     )
     tokens, count, reason = jax.device_get((result.tokens, result.count, result.reason))
     ended = set()

@@ -397,7 +397,7 @@ def test_frequencies_are_those_of_transformers(kind):
         hidden_size=512, num_attention_heads=4, max_position_embeddings=32768, rope_parameters=rope
     )
     compute = ROPE_INIT_FUNCTIONS.get(kind, LlamaRotaryEmbedding.compute_default_rope_parameters)
-    theirs, their_scale = compute(config, None)
+    theirs, their_scale = compute(config)
     ours, scale = inverse_frequencies(rope_from_hf({"rope_parameters": rope}, "here"), 128)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6)
