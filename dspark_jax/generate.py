@@ -66,6 +66,7 @@ class Answer:
     seconds: float
     rounds: int | None = None  # None where nothing was speculated, like the rest
     accepted_length: float | None = None  # None too if no round was complete
+    tokens_plain: int | None = None  # of plain decoding, whose text differs if it was sampled
     seconds_plain: float | None = None
     equal: bool | None = None  # whether plain decoding gave the same tokens; at temperature 0
 
@@ -198,6 +199,7 @@ class _Decoder:
             answer,
             rounds=end.rounds,
             accepted_length=end.complete_tokens / complete if complete else None,
+            tokens_plain=int(count[0]),
             seconds_plain=seconds,
             equal=same if self._params.greedy else None,
         )
@@ -315,7 +317,7 @@ def _figures(answer: Answer) -> str:
     speed = count / answer.seconds
     if answer.rounds is None:
         return f"[{count} tokens, {speed:.1f} tokens/s]"
-    plain = count / answer.seconds_plain
+    plain = answer.tokens_plain / answer.seconds_plain
     length = "-" if answer.accepted_length is None else f"{answer.accepted_length:.2f}"
     parts = [
         f"{count} tokens in {answer.rounds} rounds",

@@ -522,7 +522,7 @@ def decode_slowly(target, prompt, limit, params, row):
     while len(ids) - len(prompt) < limit:
         padded = np.zeros((1, 64), np.int32)
         padded[0, : len(ids)] = ids
-        logits = _all_logits(target.model, padded)[:, len(ids) - 1]
+        logits = jnp.asarray(np.asarray(_all_logits(target.model, padded))[:, len(ids) - 1])
         keys = purpose_key(one.seed, jnp.asarray([len(ids)]), Purpose.TARGET)
         ids.append(int(sample(logits, one, keys)[0][0]))
         if ids[-1] in target.stop_ids:

@@ -94,6 +94,7 @@ def test_sampling_follows_the_seed(workdir):
     first, again, other = text(seed=1), text(seed=1), text(seed=2)
     assert first.tokens == again.tokens != other.tokens
     assert first.equal is None  # another text from the same distribution
+    assert first.tokens_plain <= NEW and first.seconds_plain > 0
     (narrow,), _ = ask(workdir, "sun 1?", temperature=1.0, top_k=1)
     (greedy,), _ = ask(workdir, "sun 1?")
     assert narrow.tokens == greedy.tokens

@@ -72,7 +72,7 @@ def make_drafter(head: str = "vanilla", from_anchor: bool = True, block: int = 4
         block_size=block,
         num_layers=1,
         markov_head=head,
-        markov_rank=0 if head == "none" else 6,
+        markov_rank=0 if head == "none" else 8,
         sample_from_anchor=from_anchor,
         dtype="float32",
     )
@@ -181,15 +181,14 @@ def drafter(one):
 
 
 @jax.jit
-def block_hidden(target, drafter, tokens, anchor):
-    """Hidden states [G, D] of the block at position `anchor` of tokens i32[1, S]."""
+def block_hidden(target, drafter, tokens, token, at):
+    """Hidden states [1, 1, G, D] of the block with i32[1, 1] `token` at position `at` of tokens
+    i32[1, S]."""
     taps = target(tokens, taps=drafter.config.target_layer_ids).taps
     positions = jnp.arange(tokens.shape[1])[None]
+    seen = (positions < at)[:, None]
     context = drafter.context(taps, positions)
-    seen = (positions < anchor)[:, None]
-    at = place(jnp.zeros((1, 1), jnp.int32), "batch", None) + anchor
-    token = jnp.take(tokens[0], anchor).reshape(1, 1)
-    return drafter.backbone(target.head, token, at, context, seen)[0, 0]
+    return drafter.backbone(target.head, token, at, context, seen)
 
 
 class Replay:
@@ -204,11 +203,12 @@ class Replay:
         """Argmax drafts after `prefix`, whose last token is the anchor; vanilla head."""
         tokens = np.zeros((1, WIDTH + NEW + 8), np.int32)
         tokens[0, : len(prefix)] = prefix
-        hidden = block_hidden(
-            self.target, self.drafter, place(tokens, "batch", None), len(prefix) - 1
-        )
+        at = len(prefix) - 1
+        arrays = tokens, tokens[:, at : at + 1], np.full((1, 1), at, np.int32)
+        arrays = (place(x, "batch", None) for x in arrays)
+        hidden = np.asarray(block_hidden(self.target, self.drafter, *arrays))[0, 0]
         previous, drafts = prefix[-1], []
-        for slot in np.asarray(hidden)[-self.drafter.config.num_proposals :]:
+        for slot in hidden[-self.drafter.config.num_proposals :]:
             logits = self.head @ slot + self.w2 @ self.w1[previous]
             previous = int(logits.argmax())
             drafts.append(previous)

@@ -195,7 +195,7 @@ def test_it_learns_its_batch(one_device):
         state, metrics = train_step(state, head, batch, tx=TX, recipe=RECIPE)
         seen.append(metrics)
     losses = [float(metrics["loss"]) for metrics in seen]
-    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+    assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5])
     accept = [float(m["sums"].accept.sum() / m["sums"].slots.sum()) for m in seen]
     assert np.mean(accept[-5:]) > np.mean(accept[:5]) + 0.2
 

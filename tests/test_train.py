@@ -49,8 +49,9 @@ STEPS = 8  # of the run that the others are compared with; a checkpoint every 2
 @pytest.fixture(scope="module", autouse=True)
 def compile_once(tmp_path_factory):
     """The same programs come back in every test and process: compile each once."""
+    folder = jax.config.jax_compilation_cache_dir or str(tmp_path_factory.mktemp("jax_cache"))
     cache = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("jax_cache")),
+        "jax_compilation_cache_dir": folder,
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
@@ -159,7 +160,7 @@ def test_metrics_have_names_and_every_step_is_there(reference):
     validation = rows(reference.workdir, "validation")
     assert list(validation) == [2, 4, 6, 8]
     for name, value in reference.returned.items():
-        assert validation[STEPS][f"validation/{name}"] == pytest.approx(value)
+        assert validation[STEPS][f"validation/{name}"] == value
 
 
 def test_learning_rate_is_logged_as_it_was_used(reference):
@@ -183,7 +184,7 @@ def test_the_step_is_compiled_once(reference):
 def test_a_finished_run_is_left_alone(reference, tmp_path):
     shutil.copytree(reference.workdir, tmp_path / "run")
     again = train.run(changed(reference, {}), tmp_path / "run")
-    assert again == pytest.approx(reference.returned)
+    assert again == reference.returned
     assert_same_run(tmp_path / "run", reference.workdir)
 
 
@@ -215,27 +216,34 @@ def test_one_repeated_sample_is_learnt_by_heart(reference, tmp_path):
         reference,
         {
             "data.path": str(data),
-            "train.num_steps": 150,
+            "train.num_steps": 800,
             "train.num_anchors": 40,
             "train.log_every": 50,
-            "train.validate_every": 150,
-            "train.checkpoint_every": 150,
-            "train.learning_rate": 1e-2,
+            "train.validate_every": 800,
+            "train.checkpoint_every": 800,
+            "train.learning_rate": 4e-3,
         },
     )
     values = train.run(config, tmp_path / "run")
-    losses = column(tmp_path / "run", "loss")
-    assert losses[-1] < losses[0] / 3
-    assert values["expected_accepted_length"] > 3.4  # of block_size + 1 = 4
-    assert values["expected_accepted_length_t0"] > 3.9
+    assert (
+        values["expected_accepted_length"] > 2.6
+    )  # of block_size + 1 = 4; a shift leaves it near 1
+    assert values["expected_accepted_length_t0"] > 3.0
 
 
-@pytest.mark.parametrize("head, rank", [("none", 0), ("gated", 8), ("rnn", 8)])
-def test_every_head_trains(reference, tmp_path, head, rank):
-    changes = {"drafter.markov_head": head, "drafter.markov_rank": rank, "train.num_steps": 4}
-    train.run(changed(reference, changes | {"train.learning_rate": 1e-2}), tmp_path)
+def test_without_heads_it_is_a_dflash_run(reference, tmp_path):
+    changes = {
+        "drafter.markov_head": "none",
+        "drafter.markov_rank": 0,
+        "drafter.confidence_head": False,
+        "drafter.sample_from_anchor": False,
+        "train.learning_rate": 1e-2,
+    }
+    values = train.run(changed(reference, changes), tmp_path)
     losses = column(tmp_path, "loss")
     assert losses[-1] < losses[0]
+    assert len(values["acceptance"]) == 2  # one proposal less than slots
+    assert not [name for name in load_arrays(tmp_path, STEPS) if "markov" in name or "conf" in name]
 
 
 # Nothing but the recipe changes the result
@@ -269,7 +277,6 @@ def command(workdir: pathlib.Path, config: pathlib.Path, cache: dict) -> subproc
     environment = {
         **os.environ,
         "JAX_NUM_CPU_DEVICES": "8",
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
         **{name.upper(): str(value) for name, value in cache.items()},
     }
     arguments = [f"--config={config}", f"--workdir={workdir}"]

@@ -106,7 +106,7 @@ def check_line(line: str) -> str:
         # Of the data
         ({"drafter.mask_token_id": 40}, "occurs in the training data (row doc-0): choose an id"),
         ({"data.validation_fraction": 0.0}, "12 documents to train on and 0 to validate with;"),
-        ({"data.sequence_length": 5}, "data: no document has two adjacent supervised tokens within 5 tokens"),
+        ({"data.sequence_length": 5}, "no document has two adjacent supervised tokens within 5"),
         ({"data.path": "", "data.prompts": "none.jsonl"}, "'none.jsonl' is no existing file"),
         ({"data.path": "", "data.prompts": "generator:x"}, "'generator:x' has no count; write"),
         ({"data.path": "", "data.prompts": "magpie:0"}, "write magpie:N with a positive N"),

@@ -96,7 +96,7 @@ def _config_files(argv: list[str]) -> Iterator[tuple[str, str]]:
             flag, equals, given = arg.partition("=")
             if flag in (f"--{name}", f"-{name}"):
                 value = given if equals else "".join(argv[position + 1 : position + 2])
-        if value is not None:
+        if isinstance(value, str):  # a default is already a config: it was read when defined
             yield name, value.split(":", 1)[0]
 
 

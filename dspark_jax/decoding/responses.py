@@ -177,6 +177,7 @@ def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) ->
       The data set's folder; at once if it is already there.
     """
     data = config.data
+    given = _given_prompts(config)  # before anything is written: a mistake here leaves nothing
     directory.mkdir(parents=True, exist_ok=True)
     recipe = {
         "seed": config.seed,
@@ -191,7 +192,7 @@ def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) ->
     }
     _check_recipe(directory / "recipe.json", recipe)
     log = ResponseLog(directory / "responses.jsonl")
-    conversations = _conversations(config, target, log)
+    conversations = _own_prompts(config, target, log) if given is None else given
     dropped = 0
     for turn in range(max(map(_num_turns, conversations), default=0)):
         requests = []
@@ -234,15 +235,21 @@ def _answer(config: RunConfig, target: OpenedTarget, requests, log: ResponseLog,
             bar.update(len(answered))
 
 
-def _conversations(config: RunConfig, target: OpenedTarget, log: ResponseLog):
-    """The prompts named by the config; "magpie:N" lets the target write them itself."""
+def _given_prompts(config: RunConfig) -> list[Conversation] | None:
+    """The prompts named by the config; None for "magpie:N", where the target writes them itself."""
     data = config.data
     if not data.prompts.startswith("magpie:"):
-        limit = data.limit or None
-        return load_prompts(data.prompts, limit=limit, seed=config.seed)
+        return load_prompts(data.prompts, limit=data.limit or None, seed=config.seed)
     number = data.prompts.removeprefix("magpie:")
     if not number.isdigit() or int(number) < 1:
         raise UserError(f"data.prompts={data.prompts!r}: write magpie:N with a positive N")
+    return None
+
+
+def _own_prompts(config: RunConfig, target: OpenedTarget, log: ResponseLog) -> list[Conversation]:
+    """N prompts that the target writes, as the continuation of an opened user turn."""
+    data = config.data
+    number = data.prompts.removeprefix("magpie:")
     prefix = tuple(empty_user_turn_ids(target.tokenizer))
     requests = [
         Request(f"magpie-{i}", 0, -1, prefix, request_seed(config.seed, "magpie", i))

@@ -211,9 +211,7 @@ def generate_speculative(
     Returns:
       What `generate_plain` returns, distributed exactly like it, and the counts.
     """
-    state = start(
-        target, drafter, prompts, lengths, params, stop_ids, max_tokens, max_new=max_new
-    )
+    state = start(target, drafter, prompts, lengths, params, stop_ids, max_tokens, max_new=max_new)
 
     def going(state: RoundState) -> jax.Array:
         return jnp.any(state.out.reason == Reason.RUNNING)

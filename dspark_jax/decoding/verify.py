@@ -119,8 +119,7 @@ def accepted_prefix(
     """
     slots = draft_tokens.shape[1]
     p, q = (
-        jax.vmap(at_slot)(probs[:, :slots], draft_tokens)
-        for probs in (target_probs, draft_probs)
+        jax.vmap(at_slot)(probs[:, :slots], draft_tokens) for probs in (target_probs, draft_probs)
     )
     return _prefix_length(uniforms < acceptance_probability(p, q), lengths)
 

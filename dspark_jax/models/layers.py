@@ -137,9 +137,7 @@ def attend_causally(
     for first in range(0, length, chunk):
         end = min(first + chunk, length)
         parts.append(
-            attend(
-                q[:, :, :, first:end], k[..., :end], v[:, :, :end], mask[:, first:end, :end]
-            )
+            attend(q[:, :, :, first:end], k[..., :end], v[:, :, :end], mask[:, first:end, :end])
         )
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
 
