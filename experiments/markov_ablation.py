@@ -197,11 +197,11 @@ def _drafts(
     state = start(
         target,
         drafter,
-        jnp.full((number, 1), before, jnp.int32),
-        jnp.ones(number, jnp.int32),
-        params,
+        place(np.full((number, 1), before, np.int32), "batch", None),
+        place(np.ones(number, np.int32), "batch"),
+        jax.tree.map(lambda x: place(x, "batch"), params),
         jnp.asarray([-1], jnp.int32),
-        jnp.full(number, 1, jnp.int32),
+        place(np.ones(number, np.int32), "batch"),
         max_new=1,
     )
     draft = propose(drafter, target.head, state.anchor, state.draft_cache, params)

@@ -1,4 +1,4 @@
-"""Verification with real keys: many seeds against exact probabilities, the same anywhere.
+"""Verification with real keys: many seeds against exact odds, and the same request anywhere.
 
 tests/test_lossless.py proves the rules; here keys, uniforms and draws are put to the test, and
 deliberately correlated keys must be seen.
