@@ -96,6 +96,7 @@ def test_no_factorised_drafter_beats_the_best_one():
     assert max(lengths) > best.accepted_length - 0.2  # the search came near it
 
 
+@pytest.mark.slow
 def test_a_small_run_shows_what_the_markov_head_is_worth(tmp_path):
     options = markov_ablation.Synthetic(
         steps=200, rows=128, length=32, measured_rows=48, measured_tokens=128
