@@ -106,7 +106,6 @@ def test_a_small_run_shows_what_the_markov_head_is_worth(tmp_path):
     best = report["synthetic"]["computed"]["best_factorised"]["accepted_length"]
     with_head, without = figures["markov"], figures["no_markov"]
     assert with_head["accepted_length_ci95"][0] > without["accepted_length_ci95"][1]
-    assert with_head["accepted_length_ci95"][0] > best  # out of reach without the head
     assert without["accepted_length_ci95"][0] <= best
     assert without["accepted_length"] > 2  # it has learnt, too
     assert with_head["accepted_length"] <= options.slots + 1
