@@ -82,7 +82,7 @@ def run(folder, *args):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 
@@ -151,7 +151,7 @@ def test_interrupt_ends_with_130(folder):
     )
     assert process.stdout.readline()  # main has begun
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=180)
     assert (process.returncode, stderr) == (130, "dspark_jax: interrupted\n")
 
 

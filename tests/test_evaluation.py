@@ -168,10 +168,16 @@ def test_the_report_keeps_its_contract(run, tmp_path):
     assert report["tokens_per_second_plain"] is None and report["speedup"] is None
     assert report["greedy_equal"] is None and report["round_costs"] is None
     again = evaluate.run(request, workdir, out)
-    other_seed = evaluate.run(dataclasses.replace(request, seed=1), workdir, out)
+    others = [
+        evaluate.run(dataclasses.replace(request, seed=seed), workdir, out) for seed in range(1, 5)
+    ]
     counts = ("rounds", "tokens", "accepted_length", "survival")
-    figures = [[r["sets"]["two"][c] for c in counts] for r in (report, again, other_seed)]
-    assert figures[0] == figures[1] != figures[2]
+    figures = [
+        [r["sets"][name][c] for name in ("weather", "two") for c in counts]
+        for r in (report, again, *others)
+    ]
+    assert figures[0] == figures[1]
+    assert any(other != figures[0] for other in figures[2:])  # one seed alone may agree by chance
 
 
 def test_the_batch_changes_no_figure_and_widths_compile_once(run, tmp_path):
