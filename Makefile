@@ -17,7 +17,9 @@ INSTALL = install() { $(PYTHON) -m uv pip install --quiet --python $(PYTHON) "$$
 	echo "uv could not install it; trying pip, which takes longer"; \
 	$(PYTHON) -m pip install --no-compile --quiet --disable-pip-version-check "$$@"; }; }; install
 
-IMPORTS := import jax, flax.nnx, optax, orbax.checkpoint, transformers, datasets, gguf, dspark_jax
+# Every command's own imports, and the libraries that are only imported when they are used.
+IMPORTS := import transformers, datasets, gguf, matplotlib, tensorboardX; \
+	from dspark_jax import convert, evaluate, generate, prepare, train
 
 # Tests run on the CPU unless JAX_PLATFORMS names a chip. There, libtpu only compiles: it may be
 # loaded by several test workers at once, and must not look for the chips of this machine.
