@@ -5,14 +5,16 @@ python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/smollm2
 
 from ml_collections import config_dict
 
+from dspark_jax.core.config import default_config
+
 
 def get_config(variant: str = "") -> config_dict.ConfigDict:
-    c = config_dict.ConfigDict()
+    c = default_config()
     c.seed = 0
     c.target = "smollm2"
     c.target_dtype = "float32"
-    c.mesh = config_dict.create(fsdp=1, tp=1)
-    c.data = config_dict.create(
+    c.mesh.update(fsdp=1, tp=1)
+    c.data.update(
         prompts="generator:2000",
         limit=0,
         path="",
@@ -25,27 +27,28 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         sequence_length=1024,
         validation_fraction=0.04,
     )
-    c.drafter = config_dict.create(
+    c.drafter.update(
         target_layer_ids=(1, 8, 15, 22, 27),
         mask_token_id=3,
         block_size=7,
         num_layers=3,
         markov_head="vanilla",
         markov_rank=64,
+        vocab_size=12288,
         confidence_head=True,
         sample_from_anchor=True,
         init="target",
         dtype="float32",
     )
-    c.loss = config_dict.create(ce=1.0, l1=0.9, confidence=0.3, decay=4.0)
-    c.train = config_dict.create(
+    c.loss.update(ce=1.0, l1=0.9, confidence=0.3, decay=2.5)
+    c.train.update(
         global_batch_size=1,
         accumulation=1,
         num_anchors=96,
-        num_steps=1300,
+        num_steps=1800,
         num_epochs=4,
-        learning_rate=1e-3,
-        warmup_fraction=0.02,
+        learning_rate=1.6e-3,
+        warmup_fraction=0.05,
         weight_decay=0.0,
         clip_norm=1.0,
         log_every=10,
@@ -58,20 +61,21 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
     )
     if variant == "demo":
         # What a quarter of an hour on two cores allows. Short blocks: verifying 5 tokens costs
-        # little more than one step of this target, and every slot reads a Markov matrix [V, R].
+        # little more than one step of this target. Its words for these prompts are few, and every
+        # slot reads the LM head and a Markov matrix over the vocabulary it can draft.
         c.data.update(
             prompts="generator:640", max_new_tokens=96, generation_batch=32, sequence_length=512
         )
-        c.drafter.update(block_size=4, num_layers=2, markov_rank=32)
+        c.drafter.update(block_size=4, num_layers=2, markov_rank=32, vocab_size=4096)
         c.train.update(
             num_anchors=64,
-            num_steps=500,
+            num_steps=600,
             validate_every=100,
             checkpoint_every=100,
             validation_rows=8,
             feature_memory_gb=1.5,
         )
-        c.evaluate = config_dict.create(
+        c.evaluate.update(
             max_new_tokens=64, batch_size=1, prompts_per_set=4, prompts="generator:16"
         )
     elif variant == "notebook":
@@ -83,7 +87,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
             sequence_length=256,
             validation_fraction=0.1,
         )
-        c.drafter.update(block_size=4, num_layers=2, markov_rank=32)
+        c.drafter.update(block_size=4, num_layers=2, markov_rank=32, vocab_size=4096)
         c.train.update(
             num_anchors=64,
             num_steps=150,

@@ -50,8 +50,10 @@ from dspark_jax.weights.export import (
 )
 from dspark_jax.weights.fingerprint import check_same_target, fingerprint
 from dspark_jax.weights.importing import ImportedDrafter, check_borrowed, read_speculators
+from dspark_jax.weights.names import DRAFT_IDS
 from dspark_jax.weights.resolve import is_bundled, resolve_target
 from dspark_jax.weights.safetensors import read_json, target_config
+from dspark_jax.weights.vocab_tables import head_rows
 
 
 def export_run(
@@ -66,9 +68,12 @@ def export_run(
     """Exports a checkpoint of the run in `workdir` to the folder `out`."""
     record = read_record(workdir)
     chosen = choose_step(workdir, step)
-    verifier = _verifier(record, target, workdir)
+    verifier, directory = _verifier(record, target, workdir)
     origin = Origin(chosen, to_mapping(record.config), record.fingerprint)
     arrays = load_arrays(workdir, chosen)
+    head = None
+    if record.shape.pruned:
+        head = head_rows(directory, arrays[DRAFT_IDS])
     with jax.set_mesh(make_mesh()):
         exported = export_speculators(
             arrays,
@@ -76,6 +81,7 @@ def export_run(
             verifier,
             out,
             origin,
+            head=head,
             dtype=dtype,
             replace=force,
             allow_unservable=force,
@@ -142,8 +148,11 @@ def import_run(source: Path, workdir: Path, *, target: str | None = None) -> Run
     return record
 
 
-def _verifier(record: RunRecord, target: str | None, workdir: Path) -> Verifier:
-    """The target as engines are told of it, after a look at whether it is the one trained with."""
+def _verifier(record: RunRecord, target: str | None, workdir: Path) -> tuple[Verifier, Path]:
+    """The target as engines are told of it, after a look at whether it is the one trained with.
+
+    And its folder here, which may no longer be there.
+    """
     name = target or record.config.target
     recorded = Path(record.target_directory)
     if target or is_bundled(name):
@@ -157,7 +166,8 @@ def _verifier(record: RunRecord, target: str | None, workdir: Path) -> Verifier:
     if (directory / "config.json").is_file():
         check_same_target(record.fingerprint, fingerprint(directory, name), f"{workdir}")
     hub = _in_hub_cache(name, directory)
-    return Verifier(name if hub else str(directory.resolve()), record.architectures)
+    verifier = Verifier(name if hub else str(directory.resolve()), record.architectures)
+    return verifier, directory
 
 
 def _in_hub_cache(name: str, directory: Path) -> bool:

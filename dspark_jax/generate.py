@@ -150,6 +150,8 @@ class _Decoder:
         begin = begin.lower(*models, *arguments, max_new=max_new).compile()
         state, _ = begin(*models, *arguments)
         self._begin = functools.partial(begin, *models)
+        if drafter is not None:
+            models += (jax.jit(lambda drafter, head: drafter.head(head))(drafter, models[0].head),)
         self._go_on = functools.partial(
             go_on.lower(*models, state, self._params, *self._limits).compile(), *models
         )
@@ -225,8 +227,8 @@ def _start(target, drafter, prompts, lengths, params, stop_ids, max_tokens, *, m
     return state, _seen(state.out)
 
 
-def _round(target, drafter, state, params, stop_ids, max_tokens):
-    state = speculative_round(target, drafter, state, params, stop_ids, max_tokens)
+def _round(target, drafter, head, state, params, stop_ids, max_tokens):
+    state = speculative_round(target, drafter, head, state, params, stop_ids, max_tokens)
     return state, (*_seen(state.out), state.stats.rounds, state.stats.tokens)
 
 

@@ -16,8 +16,12 @@ from ml_collections import config_flags
 from dspark_jax.core.command import run_main
 from dspark_jax.core.config import RunConfig, from_mapping
 from dspark_jax.core.sharding import make_mesh
+from dspark_jax.data.batches import split
+from dspark_jax.data.dataset import load_dataset
+from dspark_jax.data.draft_vocab import draft_vocabulary
 from dspark_jax.data.opened import open_target
 from dspark_jax.decoding.responses import prepare_dataset
+from dspark_jax.models.drafter import DrafterShape
 
 
 def run(config: RunConfig, workdir: Path) -> Path:
@@ -25,7 +29,15 @@ def run(config: RunConfig, workdir: Path) -> Path:
     with jax.set_mesh(make_mesh(config.mesh.fsdp, config.mesh.tp)):
         target = open_target(config.target, config.target_dtype)
         directory = Path(config.data.path) if config.data.path else workdir / "data"
-        return prepare_dataset(config, target, directory)
+        shape = DrafterShape.of(config.drafter, target.model.config)  # refuses it before the work
+        dataset = prepare_dataset(config, target, directory)
+    if shape.pruned:
+        train, held_out = split(
+            load_dataset(directory, target.fingerprint), config.data.validation_fraction
+        )
+        sizes = shape.vocab_size, shape.draft_vocab
+        print(draft_vocabulary(train, held_out, *sizes, target.stop_ids)[1])
+    return dataset
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from dspark_jax.core.progress import progress
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.batches import pack, split
 from dspark_jax.data.dataset import load_dataset
+from dspark_jax.data.draft_vocab import draft_vocabulary
 from dspark_jax.data.opened import OpenedTarget, open_target
 from dspark_jax.decoding.responses import prepare_dataset
 from dspark_jax.features.local import LocalSource, check_features
@@ -73,13 +74,18 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
         _check_mask_token(config, target)
         _check_mesh(config, shape)
         _check_same_run(config, target, workdir)
-        source = _open_source(config, target, workdir)
+        source, draft_ids = _open_source(config, target, shape, workdir)
         write_record(workdir, _record(config, target))  # not before: a mistake binds to nothing
-        return _train(config, target, shape, source, workdir)
+        return _train(config, target, shape, source, draft_ids, workdir)
 
 
 def _train(
-    config: RunConfig, target: OpenedTarget, shape: DrafterShape, source: LocalSource, workdir: Path
+    config: RunConfig,
+    target: OpenedTarget,
+    shape: DrafterShape,
+    source: LocalSource,
+    draft_ids: np.ndarray | None,
+    workdir: Path,
 ) -> dict[str, Any]:
     options = config.train
     num_steps = options.num_steps or -(
@@ -101,9 +107,10 @@ def _train(
 
     with open_checkpoints(workdir, options.keep_checkpoints) as checkpoints:  # waits for saves
         if checkpoints.latest:
-            state, start = restore_latest(checkpoints, init, key, target.model)
+            # Its draft vocabulary is the checkpoint's, whatever the data would give now.
+            state, start = restore_latest(checkpoints, init, key, target.model, draft_ids)
         else:
-            state, start = jax.jit(init)(key, target.model), 0
+            state, start = jax.jit(init)(key, target.model, draft_ids), 0
         if start >= num_steps:
             return validate()
         batch = source.batch(start)
@@ -156,8 +163,10 @@ def _train(
     return values
 
 
-def _open_source(config: RunConfig, target: OpenedTarget, workdir: Path) -> LocalSource:
-    """Loads (or first prepares) the data and packs it."""
+def _open_source(
+    config: RunConfig, target: OpenedTarget, shape: DrafterShape, workdir: Path
+) -> tuple[LocalSource, np.ndarray | None]:
+    """Loads (or first prepares) the data and packs it; the draft vocabulary if it is pruned."""
     options = config.train
     directory = Path(config.data.path) if config.data.path else workdir / "data"
     if not (directory / "dataset").is_dir():
@@ -177,7 +186,13 @@ def _open_source(config: RunConfig, target: OpenedTarget, workdir: Path) -> Loca
         f"{packed.padding:.1%} padding, {packed.truncated} cut, {packed.dropped} too short; "
         f"{len(validation)} for validation"
     )
-    return LocalSource(
+    draft_ids = None
+    if shape.pruned:
+        draft_ids, line = draft_vocabulary(
+            train, validation, shape.vocab_size, shape.draft_vocab, target.stop_ids
+        )
+        print(line)
+    source = LocalSource(
         target.model,
         config.drafter.target_layer_ids,
         packed,
@@ -187,7 +202,9 @@ def _open_source(config: RunConfig, target: OpenedTarget, workdir: Path) -> Loca
         seed=config.seed,
         validation_rows=options.validation_rows,
         cache_bytes=int(options.feature_memory_gb * 2**30),
+        whole_vocabulary=shape.pruned,
     )
+    return source, draft_ids
 
 
 def _check_finite(pending: tuple[int, dict] | None, source: LocalSource) -> dict | None:
@@ -223,6 +240,7 @@ def _check_mesh(config: RunConfig, shape: DrafterShape) -> None:
         ("fsdp", "train.global_batch_size / train.accumulation", rows),
         ("tp", "drafter.num_kv_heads", shape.num_kv_heads),
         ("tp", "drafter.intermediate_size", shape.intermediate_size),
+        ("tp", "drafter.vocab_size", shape.draft_vocab),
     ):
         if size % mesh[axis]:
             raise UserError(
@@ -235,7 +253,8 @@ def _record(config: RunConfig, target: OpenedTarget) -> RunRecord:
     named = json.loads((target.directory / "config.json").read_text()).get("architectures")
     model = target.model.config
     architectures = tuple(named or [FAMILIES[model.family]])
-    return RunRecord(config, target.fingerprint, str(target.directory), model, architectures)
+    directory = str(target.directory.resolve())
+    return RunRecord(config, target.fingerprint, directory, model, architectures)
 
 
 def _check_same_run(config: RunConfig, target: OpenedTarget, workdir: Path) -> None:

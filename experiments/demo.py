@@ -39,6 +39,7 @@ from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.training.checkpoint import choose_step, load_arrays, read_record
 from dspark_jax.training.step import init_state
 from dspark_jax.weights.importing import read_speculators
+from dspark_jax.weights.names import DRAFT_IDS
 from dspark_jax.weights.safetensors import read_json
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "smollm2.py"
@@ -94,7 +95,7 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
     stages = Stages(workdir / "stages.json", config, names)
     stages.run("prepare", lambda: prepare.run(config, workdir))
     stages.run("train", lambda: train.run(config, workdir))
-    untrained = stages.run("untrained", lambda: untrained_length(config))
+    untrained = stages.run("untrained", lambda: untrained_length(config, workdir))
     sampled = stages.run("evaluate t=1", lambda: measure(workdir, 1.0))
     greedy = stages.run("evaluate t=0", lambda: measure(workdir, 0.0))
     texts = stages.run("generate", lambda: show_texts(workdir))
@@ -136,13 +137,16 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
     return report
 
 
-def untrained_length(config: RunConfig) -> float | None:
+def untrained_length(config: RunConfig, workdir: Path) -> float | None:
     """Greedy accepted length of the drafter that training began with, on a few prompts."""
+    arrays = load_arrays(workdir, choose_step(workdir, "latest"))
     with jax.set_mesh(make_mesh(config.mesh.fsdp, config.mesh.tp)):
         target = open_target(config.target, config.target_dtype)
         shape = DrafterShape.of(config.drafter, target.model.config)
         init = functools.partial(init_state, shape=shape, tx=optax.identity())
-        drafter = jax.jit(init)(jax.random.key(config.seed), target.model).drafter
+        drafter = jax.jit(init)(
+            jax.random.key(config.seed), target.model, arrays.get(DRAFT_IDS)
+        ).drafter
         sets = read_sets(
             target,
             f"generator:{UNTRAINED_PROMPTS}",

@@ -204,7 +204,7 @@ def _drafts(
         place(np.ones(number, np.int32), "batch"),
         max_new=1,
     )
-    draft = propose(drafter, target.head, state.anchor, state.draft_cache, params)
+    draft = propose(drafter, drafter.head(target.head), state.anchor, state.draft_cache, params)
     return np.asarray(draft.tokens).tolist()
 
 

@@ -151,6 +151,7 @@ class Term:
     weight: float
     ce: float
     l1: float
+    kl: float  # of the tokens that can be drafted
     accept: float
     match: float
     bce: float
@@ -158,10 +159,14 @@ class Term:
 
 
 class ReferenceDrafter:
-    """A drafter of `shape` (sizes and options only) with `weights`, embed and lm head [V, D]."""
+    """A drafter of `shape` (sizes and options only) with `weights`, embed and lm head [V, D].
+
+    It drafts the ids weights["draft_ids"], or all of them if there are none.
+    """
 
     def __init__(self, weights, embed, lm_head, shape):
         self.w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+        self.draft_ids = [int(token) for token in weights.get("draft_ids", range(len(lm_head)))]
         self.embed = np.asarray(embed, np.float64)
         self.lm_head = np.asarray(lm_head, np.float64)
         self.shape = shape
@@ -254,6 +259,11 @@ class ReferenceDrafter:
             features = np.concatenate([h, self.w["markov.w1"][prev_token]])
         return float(self.w["confidence.weight"][0] @ features + self.w["confidence.bias"][0])
 
+    def draft_logits(self, h: np.ndarray, latent: np.ndarray | None) -> np.ndarray:
+        """Logits [V_d] of a slot, in the order of `draft_ids`."""
+        z = np.array([self.lm_head[token] @ h for token in self.draft_ids])
+        return z if latent is None else z + self.w["markov.w2"] @ latent
+
     def terms(self, rows: list[Row], anchors: list[list[int]], decay: float) -> list[Term]:
         """Every supervised slot of the blocks at the anchors of each row."""
         config = self.config
@@ -277,12 +287,12 @@ class ReferenceDrafter:
                 latents = self.latents(prev, hidden) if config.markov_rank else [None] * len(live)
                 for k, h, token, latent in zip(live, hidden, prev, latents):
                     label = slots[k].label
-                    z = self.lm_head @ h
-                    if latent is not None:
-                        z = z + self.w["markov.w2"] @ latent
+                    z = self.draft_logits(h, latent)
                     zt = self.lm_head @ np.asarray(row.last_hidden[label - 1], np.float64)
-                    p, q = softmax(zt), softmax(z)
+                    p, q = softmax(zt), np.zeros(len(zt))  # over all the target can say
+                    q[self.draft_ids] = softmax(z)
                     l1 = float(np.abs(q - p).sum())
+                    kl = sum(p[v] * math.log(p[v] / q[v]) for v in self.draft_ids)
                     accept = float(np.minimum(p, q).sum())  # of speculative sampling, T = 1
                     bce = confidence = 0.0
                     if config.confidence_head:
@@ -290,10 +300,11 @@ class ReferenceDrafter:
                         confidence = float(sigmoid(logit))
                         bce = -accept * math.log(confidence)
                         bce -= (1 - accept) * math.log(1 - confidence)
-                    ce = -math.log(q[row.tokens[label]])
-                    match = float(z.argmax() == zt.argmax())
+                    said = int(row.tokens[label])
+                    ce = -math.log(q[said]) if said in self.draft_ids else 0.0
+                    match = float(self.draft_ids[z.argmax()] == zt.argmax())
                     where = (number, index, k, slots[k].weight)
-                    found.append(Term(*where, ce, l1, accept, match, bce, confidence))
+                    found.append(Term(*where, ce, l1, kl, accept, match, bce, confidence))
         return found
 
 
@@ -307,7 +318,7 @@ def total_loss(terms: list[Term], loss, accepts=None, judged=None) -> float:
     """The loss over the whole global batch.
 
     Args:
-      terms: of all rows; loss: the weights of the three terms.
+      terms: of all rows; loss: the weights of the terms.
       accepts: labels of the confidence loss, held fixed (they carry no gradient).
       judged: terms whose confidences are used instead (a detached confidence head).
     """
@@ -317,5 +328,6 @@ def total_loss(terms: list[Term], loss, accepts=None, judged=None) -> float:
     value = 0.0
     for term, other, accept in zip(terms, judged, accepts):
         bce = bce_of(other, accept) if loss.confidence and other.confidence else 0.0
-        value += term.weight * (loss.ce * term.ce + loss.l1 * term.l1 + loss.confidence * bce)
+        drafted = loss.ce * term.ce + loss.l1 * term.l1 + loss.kl * term.kl
+        value += term.weight * (drafted + loss.confidence * bce)
     return value / total if total else 0.0

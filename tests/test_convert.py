@@ -21,7 +21,13 @@ from dspark_jax.core.trees import named
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.layers import RopeConfig
 from dspark_jax.models.target import TargetConfig
-from dspark_jax.training.checkpoint import RunRecord, read_record, save_drafter, write_record
+from dspark_jax.training.checkpoint import (
+    RunRecord,
+    load_arrays,
+    read_record,
+    save_drafter,
+    write_record,
+)
 from dspark_jax.weights import export as export_module
 from dspark_jax.weights.compare import (
     Probe,
@@ -42,6 +48,7 @@ from dspark_jax.weights.export import (
 from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
 from dspark_jax.weights.importing import check_borrowed, read_speculators
 from dspark_jax.weights.safetensors import target_config
+from dspark_jax.weights.vocab_tables import head_rows
 
 TARGET = TargetConfig("llama", 24, 16, 6, 4, 2, 4, 32, 1e-5, RopeConfig(1e4), True, 64)
 CONFIG = DrafterConfig(
@@ -49,6 +56,8 @@ CONFIG = DrafterConfig(
 )
 VERIFIER = Verifier("some/target", ("LlamaForCausalLM",))
 ORIGIN = Origin(7, {"seed": 1}, Fingerprint("some/target", "a", "b", "c"))
+PRUNED = {"vocab_size": 10}
+DRAFT_IDS = np.array([0, 3, 4, 7, 8, 11, 15, 16, 20, 23], np.int32)
 NO_HEADS = {"markov_head": "none", "markov_rank": 0, "confidence_head": False}
 
 
@@ -69,13 +78,26 @@ def make_shape(rope: RopeConfig = TARGET.rope, **changes) -> DrafterShape:
 def make_arrays(shape: DrafterShape) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     leaves = named(empty_drafter(shape))
-    return {name: rng.standard_normal(x.shape, np.float32) * 0.4 for name, x in leaves.items()}
+    ids = {name: DRAFT_IDS for name in leaves if name == "draft_ids"}
+    return ids | {
+        name: rng.standard_normal(x.shape, np.float32) * 0.4
+        for name, x in leaves.items()
+        if name not in ids
+    }
+
+
+def head_of(arrays) -> np.ndarray:
+    """Rows of a target's LM head, for drafters of a pruned vocabulary."""
+    head = np.random.default_rng(2).standard_normal((24, 16), np.float32)
+    return head[arrays["draft_ids"]]
 
 
 def export(directory, shape=None, arrays=None, **options):
     shape = shape or make_shape()
     arrays = arrays or make_arrays(shape)
     options = {"allow_unservable": True, **options}
+    if shape.pruned:
+        options = {"head": head_of(arrays), **options}
     export_speculators(arrays, shape, VERIFIER, directory, ORIGIN, **options)
     return directory
 
@@ -89,6 +111,17 @@ def exported(tmp_path_factory):
 @pytest.fixture
 def folder(exported, tmp_path):
     return shutil.copytree(exported, tmp_path / "drafter")
+
+
+@pytest.fixture(scope="module")
+def exported_pruned(tmp_path_factory):
+    return export(tmp_path_factory.mktemp("exports") / "pruned", make_shape(**PRUNED))
+
+
+@pytest.fixture
+def pruned(exported_pruned, tmp_path):
+    """An export of a drafter with a pruned vocabulary."""
+    return shutil.copytree(exported_pruned, tmp_path / "pruned")
 
 
 def edit(folder, change) -> None:
@@ -183,6 +216,8 @@ def test_kind_and_number_of_proposals(changes, kind, proposals):
     assert all(isinstance(config[flag], bool) for flag in flags)
     assert config["confidence_head_with_markov"] <= (config["markov_rank"] > 0)
     assert config["markov_head_type"] in ("vanilla", "gated", "rnn")  # speculators knows no other
+    # vLLM makes the blocks of a "dflash" drafter causal in every layer where this is False.
+    assert config["sliding_window_non_causal"] == (kind == "dflash")
 
 
 def read_by_hand(path) -> dict[str, np.ndarray]:
@@ -190,7 +225,7 @@ def read_by_hand(path) -> dict[str, np.ndarray]:
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
-    dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
+    dtypes = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "I64": np.int64, "BOOL": bool}
     return {
         name: np.frombuffer(body[slice(*entry["data_offsets"])], dtypes[entry["dtype"]]).reshape(
             entry["shape"]
@@ -259,6 +294,34 @@ def test_bfloat16_is_by_value_and_tables_keep_their_type(tmp_path):
     assert np.array_equal(export_module._stored(ids, "bfloat16"), ids)  # bfloat16 has 8 bits
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pruned_vocabulary_by_hand(dtype, tmp_path):
+    """Offsets, marks and the target's rows: engines know by them which tokens are meant (R025)."""
+    shape = make_shape(**PRUNED)
+    arrays = make_arrays(shape)
+    folder = export(tmp_path / "a", shape, arrays, dtype=dtype)
+    tensors = read_by_hand(folder / "model.safetensors")
+    d2t, t2d = tensors["d2t"], tensors["t2d"]
+    assert (d2t.dtype, d2t.shape, t2d.dtype, t2d.shape) == (np.int64, (10,), bool, (24,))
+    assert [i + int(offset) for i, offset in enumerate(d2t)] == DRAFT_IDS.tolist()
+    assert [token for token, drafted in enumerate(t2d) if drafted] == DRAFT_IDS.tolist()
+    floats = {name: x for name, x in tensors.items() if name not in ("d2t", "t2d")}
+    assert {x.dtype.name for x in floats.values()} == {dtype}
+    rounded = head_of(arrays).astype(export_module.DTYPES[dtype])
+    assert np.array_equal(tensors["lm_head.weight"], rounded)
+    assert tensors["markov_head.markov_w1.weight"].shape == (24, 4)
+    assert tensors["markov_head.markov_w2.weight"].shape == (10, 4)
+    assert "draft_ids" not in tensors and "embed_tokens.weight" not in tensors
+    config = json.loads((folder / "config.json").read_text())
+    assert config["draft_vocab_size"] == 10
+    assert config["transformer_layer_config"]["vocab_size"] == 24
+    found = read_speculators(folder)
+    assert np.array_equal(found.arrays["draft_ids"], DRAFT_IDS)
+    assert found.arrays["draft_ids"].dtype == np.int32
+    again = export(tmp_path / "b", shape, found.arrays, head=rounded, dtype=dtype)
+    assert same_bytes(folder, again)
+
+
 def same_bytes(a, b) -> bool:
     names = sorted(path.name for path in a.iterdir())
     assert names == sorted(path.name for path in b.iterdir()) == [
@@ -282,6 +345,7 @@ FLIPS = {
     "fill-in": {"sample_from_anchor": False},
     "dflash": {**NO_HEADS, "sample_from_anchor": False},
     "block": {"block_size": 5},
+    "pruned": PRUNED,
     "taps": {"target_layer_ids": (1, 2, 4)},
     "embedding tap": {"target_layer_ids": (-1, 3)},
     "mask": {"mask_token_id": 0},
@@ -316,6 +380,7 @@ MIXES = {
     "fill-in": {"sample_from_anchor": False, "confidence_with_markov": False, "rope": YARN},
     "rank 0": {"markov_head": "none", "markov_rank": 0, "head_dim": 8, "num_kv_heads": 1},
     "dflash": {**FLIPS["dflash"], "num_heads": 2, "intermediate_size": 24, **FLIPS["partial"]},
+    "pruned dflash": {**FLIPS["dflash"], **PRUNED},
 }
 
 
@@ -333,15 +398,17 @@ def test_round_trip_is_bit_exact(mix, tmp_path):
     assert same_bytes(first, second)
 
 
-def test_logits_and_confidence_see_every_tensor():
-    shape = make_shape()
+@pytest.mark.parametrize("changes", [{}, PRUNED], ids=["whole", "pruned"])
+def test_logits_and_confidence_see_every_tensor(changes):
+    shape = make_shape(**changes)
     arrays = make_arrays(shape)
     drafter, probe = build_drafter(canonical(shape), arrays), Probe.of(shape)
     logits, confidence = draft_outputs(drafter, probe)
-    assert logits.shape == (2, 3, 24) and confidence.shape == (2, 3)
+    assert logits.shape == (2, 3, shape.draft_vocab) and confidence.shape == (2, 3)
     assert largest_difference(drafter, build_drafter(canonical(shape), arrays), probe) == 0.0
     for name in arrays:
-        changed = {**arrays, name: arrays[name] * 1.5 + 0.1}
+        other = arrays[name] * 1.5 + 0.1 if name != "draft_ids" else np.roll(arrays[name], 1)
+        changed = {**arrays, name: other}
         other = build_drafter(canonical(shape), changed)
         assert largest_difference(drafter, other, probe) > 1e-4, name
     broken = {**arrays, "norm": np.full_like(arrays["norm"], np.nan)}
@@ -501,7 +568,8 @@ def test_no_field_is_guessed(name, folder):
         (top(rope_scaling={"rope_type": "linear", "factor": 2.0}), ["rope_scaling", "linear"]),
         (layer(rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"}), ["needs a factor"]),
         (layer(rope_parameters={"rope_theta": 1e4, "mscale": 2.0}), ["mscale"]),
-        (top(draft_vocab_size=12), ["draft_vocab_size=12", "24"]),
+        (top(draft_vocab_size=12), ["markov_w2.weight", "[24, 4]", "[12, 4]"]),
+        (top(draft_vocab_size=25), ["draft_vocab_size=25", "24"]),
         (top(target_hidden_size=32), ["target_hidden_size=32"]),
         (layer(layer_types=["sliding_attention"]), ["sliding_attention"]),
         (layer(layer_types=["full_attention"] * 2), ["num_hidden_layers"]),
@@ -555,6 +623,69 @@ def test_wrong_tensors_are_named(change, wanted, folder):
     edit_tensors(folder, change)
     with pytest.raises(UserError, match=wanted):
         read_speculators(folder)
+
+
+def d2t_of(*ids: int) -> np.ndarray:
+    return np.array(ids) - np.arange(len(ids))
+
+
+def marks_of(*ids: int) -> np.ndarray:
+    return np.isin(np.arange(24), ids)
+
+
+MARKOV_W2 = "markov_head.markov_w2.weight"
+OTHER_IDS = (1, *DRAFT_IDS[1:])
+UNSORTED = (3, 0, *DRAFT_IDS[2:])
+
+
+@pytest.mark.parametrize(
+    "change, wanted",
+    [
+        (lambda t: t.pop("d2t"), r"draft_vocab_size=10 of vocab_size=24.*no d2t.*never guessed"),
+        (lambda t: [t.pop("d2t"), t.pop("t2d")], "no d2t"),
+        (lambda t: t.update(d2t=DRAFT_IDS.astype(np.int64)), "d2t holds target ids.*offsets"),
+        (lambda t: t.update(d2t=DRAFT_IDS) or t.pop("t2d"), "d2t holds target ids.*offsets"),
+        (lambda t: t.update(d2t=d2t_of(*OTHER_IDS)), "t2d does not mark the ids of d2t"),
+        (lambda t: t.update(t2d=marks_of(*OTHER_IDS)), "t2d does not mark the ids of d2t"),
+        (lambda t: t.update(t2d=np.ones(24, bool)), "t2d does not mark the ids of d2t"),
+        (lambda t: t.update(t2d=marks_of(*DRAFT_IDS)[:20]), "t2d does not mark"),
+        (lambda t: t.update(d2t=d2t_of(*UNSORTED)), "t2d does not mark"),
+        (lambda t: t.update(d2t=d2t_of(0, *DRAFT_IDS[:-1])), "one twice"),
+        (lambda t: t.update(d2t=d2t_of(0, *DRAFT_IDS[:-1])) or t.pop("t2d"), "one twice"),
+        (lambda t: t.update(d2t=d2t_of(*DRAFT_IDS[:-1], 24)), "outside 0..23"),
+        (lambda t: t.update(d2t=d2t_of(-1, *DRAFT_IDS[1:])), "outside 0..23"),
+        (lambda t: t.update(d2t=t["d2t"][:-1]), r"d2t is int64\[9\], .* implies int64\[10\]"),
+        (lambda t: t.update(d2t=t["d2t"].astype(np.float32)), r"d2t is float32\[10\]"),
+        (lambda t: t.update({MARKOV_W2: np.zeros((24, 4), np.float32)}), r"markov_w2.*\[10, 4\]"),
+    ],
+)
+def test_wrong_tables_are_named(change, wanted, pruned):
+    edit_tensors(pruned, change)
+    with pytest.raises(UserError, match=wanted) as caught:
+        read_speculators(pruned)
+    assert str(pruned) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_tables_that_say_the_same_are_taken(pruned):
+    """t2d repeats d2t, and d2t may be stored in fewer bits."""
+    plain = read_speculators(pruned)
+    edit_tensors(pruned, lambda t: t.update(d2t=t["d2t"].astype(np.int32)))
+    assert np.array_equal(read_speculators(pruned).arrays["draft_ids"], DRAFT_IDS)
+    edit_tensors(pruned, lambda t: t.pop("t2d"))
+    found = read_speculators(pruned)
+    assert set(found.arrays) == set(plain.arrays)
+    assert all(np.array_equal(found.arrays[n], plain.arrays[n]) for n in plain.arrays)
+
+
+def test_a_table_without_a_size_is_not_passed_over(pruned):
+    """A config that says nothing means the whole vocabulary, which the table denies."""
+    edit(pruned, top(draft_vocab_size=24))
+    edit_tensors(pruned, lambda t: t.update({MARKOV_W2: np.ones((24, 4), np.float32)}))
+    with pytest.raises(UserError, match="d2t maps a pruned.*draft_vocab_size .*whole one"):
+        read_speculators(pruned)
+    edit_tensors(pruned, lambda t: t.pop("d2t"))
+    with pytest.raises(UserError, match="t2d maps a pruned"):
+        read_speculators(pruned)
 
 
 def test_damaged_files_are_one_line(folder):
@@ -621,9 +752,10 @@ def test_a_taken_place_is_respected(folder, tmp_path):
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
-@pytest.mark.parametrize("fault", ["bits", "scrambled", "lost", "disk"])
+@pytest.mark.parametrize("fault", ["bits", "scrambled", "lost", "disk", "head", "table"])
 def test_a_file_that_reads_back_otherwise_is_not_exported(fault, tmp_path, monkeypatch):
     """The disk or a library may do anything: what does not read back does not appear."""
+    shape = make_shape(**(PRUNED if fault in ("head", "table") else {}))
 
     def save(tensors, path, metadata):
         tensors = dict(tensors)
@@ -634,13 +766,17 @@ def test_a_file_that_reads_back_otherwise_is_not_exported(fault, tmp_path, monke
             tensors["layers.0.self_attn.q_proj.weight"] = np.ascontiguousarray(weight.T)
         if fault == "lost":
             del tensors["norm.weight"]
+        if fault == "head":  # engines draft with these rows
+            tensors["lm_head.weight"][9, 3] += 1e-3
+        if fault == "table":
+            tensors["d2t"], tensors["t2d"] = d2t_of(*OTHER_IDS), marks_of(*OTHER_IDS)
         if fault == "disk":
             raise OSError(28, "No space left on device")
         save_file(tensors, path, metadata)
 
     monkeypatch.setattr(export_module, "save_file", save)
     with pytest.raises(UserError, match="differs|missing|No space left"):
-        export(tmp_path / "a")
+        export(tmp_path / "a", shape)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -704,7 +840,8 @@ def make_run(workdir, target, **changes):
     write_record(workdir, record)
     arrays = make_arrays(record.shape)
     save_drafter(workdir, arrays, 40)
-    save_drafter(workdir, {name: array + 1 for name, array in arrays.items()}, 80)
+    other = {name: array + (name != "draft_ids") for name, array in arrays.items()}
+    save_drafter(workdir, other, 80)
     return arrays
 
 
@@ -735,6 +872,79 @@ def test_run_to_folder_to_run_to_folder(tied, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "a", "again", "b", "latest", "out", "target"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_pruned_run_takes_its_head_from_the_target(tied, tmp_path):
+    """There and back; the rows are those of the very target, or the drafter is not imported."""
+    target = make_target(tmp_path / "target", tied)
+    arrays = make_run(tmp_path / "a", target, **PRUNED)
+    exported = export_run(tmp_path / "a", tmp_path / "out", step="40")
+    assert exported.difference == 0.0 and exported.tensors == len(arrays) + 2
+    tables = load_file(target / "model.safetensors")
+    head = tables["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    stored = load_file(exported.directory / "model.safetensors")
+    assert np.array_equal(stored["lm_head.weight"], head[DRAFT_IDS])
+
+    imported = import_run(exported.directory, tmp_path / "b")
+    assert imported == read_record(tmp_path / "a")
+    back = load_arrays(tmp_path / "b", 40)
+    assert np.array_equal(back["draft_ids"], DRAFT_IDS) and set(back) == set(arrays)
+    assert same_bytes(exported.directory, export_run(tmp_path / "b", tmp_path / "again").directory)
+
+    # Without our record: a stranger's drafter, of which only the rows tell the target.
+    (exported.directory / "dspark_jax.json").unlink()
+    record = import_run(exported.directory, tmp_path / "c", target=str(target))
+    assert record.config.drafter.vocab_size == 10
+    other = make_target(tmp_path / "other", tied, seed=4)
+    with pytest.raises(UserError, match="'lm_head.weight' is not the LM head"):
+        import_run(exported.directory, tmp_path / "d", target=str(other))
+    short = head[DRAFT_IDS].astype(ml_dtypes.bfloat16)  # a shorter copy is still the same
+    edit_tensors(exported.directory, lambda t: t.update({"lm_head.weight": short}))
+    check_borrowed(read_speculators(exported.directory), target)
+    edit_tensors(exported.directory, lambda t: t.update({"lm_head.weight": short[::-1].copy()}))
+    with pytest.raises(UserError, match="is not the LM head"):
+        check_borrowed(read_speculators(exported.directory), target)
+    assert not (tmp_path / "d").exists()
+
+
+def test_draft_ids_in_another_order_keep_their_rows(tmp_path):
+    """Files without t2d may list the ids in any order: refused, or each with its own row."""
+    target = make_target(tmp_path / "target", False)
+    make_run(tmp_path / "a", target, **PRUNED)
+    folder = export_run(tmp_path / "a", tmp_path / "out").directory
+    head = load_file(target / "model.safetensors")["lm_head.weight"]
+
+    def reorder(tensors):
+        del tensors["t2d"]
+        tensors["d2t"], tensors["lm_head.weight"] = d2t_of(*UNSORTED), head[list(UNSORTED)]
+
+    edit_tensors(folder, reorder)
+    try:
+        found = read_speculators(folder)
+    except UserError as error:
+        assert "ascending" in str(error)
+    else:
+        assert found.arrays["draft_ids"].tolist() == list(UNSORTED)
+        check_borrowed(found, target)
+
+
+@pytest.mark.parametrize("ids", [[5], [0, 23], [7, 8, 9], range(24)])
+def test_head_rows_reads_the_rows_of_any_ids(ids, tmp_path):
+    target = make_target(tmp_path / "target", False)
+    head = load_file(target / "model.safetensors")["lm_head.weight"]
+    assert np.array_equal(head_rows(target, np.array(ids, np.int32)), head[list(ids)])
+
+
+def test_head_rows_of_a_large_vocabulary(tmp_path):
+    """Cut into ranges of the file, ids at their ends included."""
+    tables = {"lm_head.weight": np.arange(20_000, dtype=np.float32)[:, None]}
+    save_file(tables, tmp_path / "model.safetensors")
+    ids = np.array([0, 8191, 8192, 8193, 16383, 16384, 19_999], np.int32)
+    assert head_rows(tmp_path, ids)[:, 0].tolist() == ids.tolist()
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.choice(20_000, 500, replace=False)).astype(np.int32)
+    assert head_rows(tmp_path, ids)[:, 0].tolist() == ids.tolist()
 
 
 def test_another_target_is_refused_in_both_directions(tmp_path):

@@ -71,6 +71,20 @@ def test_packing_loses_nothing():
     np.testing.assert_array_equal(again.tokens, packed.tokens)
 
 
+def test_rows_are_in_no_order_of_length():
+    """By a hash of the ids: both halves hold long documents and short ones, and new ids another
+    order."""
+
+    def sizes(prefix):
+        rows = [document(f"{prefix}{i}", 30 if i < 30 else 17) for i in range(60)]
+        return [int((row > 0).sum()) for row in pack(rows, 32).documents]
+
+    lengths = sizes("a")
+    assert sorted(lengths) == [17] * 30 + [30] * 30
+    assert all(5 < half.count(30) < 25 for half in (lengths[:30], lengths[30:]))
+    assert sizes("b") != lengths
+
+
 def test_documents_are_cut_or_dropped_and_counted():
     rows = [
         document("long", 50),  # 7 of its supervised tokens are within 32
@@ -325,10 +339,21 @@ def test_a_killed_run_goes_on(target, prompts_file, prepared, tmp_path, generate
     assert generated == [] and contents(tmp_path) == contents(prepared)
 
 
-def test_responses_do_not_depend_on_their_batch(target, prompts_file, prepared, tmp_path):
-    config = run_config(prompts_file, generation_batch=3)
-    prepare_dataset(config, target, tmp_path)
-    assert contents(tmp_path) == contents(prepared)
+def logged_again(target, lines, **options):
+    """The responses to the prompts of a log, generated anew: id -> response."""
+    requests = [
+        Request(x["id"], 0, x["turn"], tuple(x["prompt"]), request_seed(5, x["id"], 0, x["turn"]))
+        for x in lines
+    ]
+    batches = respond(target, requests, temperature=1.0, top_p=1.0, batch=3, **options)
+    return {request.id: response for batch in batches for request, response in batch}
+
+
+def test_responses_do_not_depend_on_their_batch(target, prepared):
+    """Written in batches of four; in batches of three they are the same."""
+    lines = [line for line in log_lines(prepared) if line["turn"] == 0]
+    again = logged_again(target, lines[::-1], max_new=MAX_NEW)
+    assert again == {line["id"]: line["response"] for line in lines}
 
 
 def test_responses_do_not_depend_on_the_mesh(target, prepared):
@@ -336,16 +361,8 @@ def test_responses_do_not_depend_on_the_mesh(target, prepared):
     lines = log_lines(prepared)[:3]
     with jax.set_mesh(make_mesh(2, 1)):
         sharded = open_target(str(target.directory), "float32")
-        requests = [
-            Request(
-                x["id"], 0, x["turn"], tuple(x["prompt"]), request_seed(5, x["id"], 0, x["turn"])
-            )
-            for x in lines
-        ]
-        options = {"temperature": 1.0, "top_p": 1.0, "max_new": 4, "batch": 3}
-        (answers,) = respond(sharded, requests, **options)
-    found = {request.id: response for request, response in answers}
-    assert found == {line["id"]: line["response"][:4] for line in lines}
+        again = logged_again(sharded, lines, max_new=4)
+    assert again == {line["id"]: line["response"][:4] for line in lines}
 
 
 def test_samples_of_a_prompt_differ(target, prompts_file, tmp_path, prepared):
@@ -436,9 +453,10 @@ def test_long_prompts_are_dropped_and_counted(target, prompts_file, prepared, tm
         prepare_dataset(run_config(prompts_file, max_prompt_tokens=3), target, tmp_path / "none")
 
 
-def test_magpie_prompts_are_the_targets_own(target, tmp_path, generated):
+def test_magpie_prompts_are_the_targets_own(target, tmp_path, generated, monkeypatch):
     """The target continues an open user turn; an empty prompt is left out, a long one dropped."""
-    config = run_config("magpie:4", max_prompt_tokens=64)
+    monkeypatch.setattr(responses, "PROMPT_BUCKET", 64)  # prompts and answers compile once
+    config = run_config("magpie:4", max_prompt_tokens=64, max_new_tokens=64)
     prepare_dataset(config, target, tmp_path)
     written = [line for line in log_lines(tmp_path) if line["turn"] == -1]
     assert len(written) == 4
@@ -532,15 +550,15 @@ def decode_slowly(target, prompt, limit, params, row):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_plain_decoding_equals_a_loop_without_cache(target, temperature):
-    texts = ["ab", "a longer prompt here", "x", "unused", "yz"]
+    texts = ["ab", "a longer prompt here", "unused", "yz"]
     prompts = [target.tokenizer(text)["input_ids"] for text in texts]
-    limits = np.asarray([MAX_NEW, 7, MAX_NEW, 0, 1], np.int32)
+    limits = np.asarray([MAX_NEW, 7, 0, 1], np.int32)
     lengths = np.asarray(list(map(len, prompts)), np.int32)
-    padded = np.full((5, 24), 259, np.int32)  # padding is never looked at
+    padded = np.full((4, 64), 259, np.int32)  # padding is never looked at
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
-    seeds = [request_seed(0, row) for row in range(5)]
-    params = SamplingParams.make(5, temperature, seeds=seeds)
+    seeds = [request_seed(1, row) for row in range(4)]
+    params = SamplingParams.make(4, temperature, seeds=seeds)
     stop_ids = jnp.asarray(target.stop_ids, jnp.int32)
     result = generate_plain(
         target.model,
@@ -561,7 +579,7 @@ def test_plain_decoding_equals_a_loop_without_cache(target, temperature):
         assert reason[row] == (Reason.STOP if stopped else Reason.LENGTH)
         assert stopped or count[row] == limits[row]
         ended.add(stopped)
-    assert count[3] == 0
+    assert count[2] == 0
     if temperature:
         assert ended == {True, False}
 
@@ -569,8 +587,8 @@ def test_plain_decoding_equals_a_loop_without_cache(target, temperature):
 def test_padding_rows_produce_nothing(target):
     """Three requests in batches of four: three answers, the same as of one by one."""
     options = {"temperature": 1.0, "top_p": 1.0, "max_new": MAX_NEW}
-    requests = [Request(f"r{i}", 0, 0, tuple(range(70, 75 + i)), i) for i in range(3)]
+    requests = [Request(f"r{i}", 0, 0, tuple(range(70, 110 + i)), i) for i in range(3)]
     batches = list(respond(target, requests, batch=4, **options))
     assert [[request.id for request, _ in batch] for batch in batches] == [["r0", "r1", "r2"]]
-    alone = [list(respond(target, [request], batch=1, **options)) for request in requests]
+    alone = [list(respond(target, [request], batch=3, **options)) for request in requests]
     assert [batch for one in alone for batch in one[0]] == batches[0]

@@ -19,6 +19,7 @@ from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.opened import open_target
+from dspark_jax.decoding.costs import round_costs
 from dspark_jax.decoding.evaluation import Decoding, read_sets, run_sets
 from dspark_jax.decoding.figures import (
     Outcome,
@@ -32,6 +33,7 @@ from dspark_jax.decoding.rounds import generate_speculative
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.training.checkpoint import RunRecord, load_drafter, save_drafter, write_record
 from dspark_jax.training.step import init_state
+from dspark_jax.weights.compare import build_drafter
 
 
 def scripted(accepts: list[int], slots: int = 3, name: str = "p") -> Outcome:
@@ -200,6 +202,19 @@ def test_the_batch_changes_no_figure_and_widths_compile_once(run, tmp_path):
         for m in (alone, together)
     )
     assert one == two and len(one) == 5
+
+
+def test_a_pruned_vocabulary_has_costs_of_its_own(run):
+    """Every part runs on the rows and ids that the drafter has."""
+    _, record, _ = run
+    options = dataclasses.replace(record.config.drafter, vocab_size=64)
+    with jax.set_mesh(make_mesh(1, 1)):
+        target = open_target(record.config.target, "float32").model
+        shape = DrafterShape.of(options, target.config)
+        drafter = build_drafter(shape, random_weights(shape))
+        costs = round_costs(target, drafter, context=16, repeats=1, temperature=1.0)
+    parts = [value for name, value in vars(costs).items() if name.endswith("_seconds")]
+    assert len(parts) == 7 and min(parts) > 0
 
 
 def test_the_generator_gives_its_sources_as_sets_from_the_heldout_split(run):

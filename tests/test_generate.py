@@ -161,6 +161,18 @@ def test_the_mesh_changes_nothing(workdir, tmp_path):
     assert alone.tokens == one.tokens
 
 
+def test_a_pruned_vocabulary_changes_no_text(workdir, tmp_path):
+    """Drafts are the target's ids; what cannot be drafted is said all the same."""
+    folder = workdir.parent
+    config = tiny.make_config(
+        folder / "target", folder / "prompts.jsonl", {"drafter.vocab_size": 64}
+    )
+    (answer,), _ = ask(tiny.make_run(tmp_path / "run", config), "sun 1?")
+    (whole,), _ = ask(workdir, "sun 1?")
+    assert answer.equal and answer.tokens == whole.tokens
+    assert max(answer.tokens) >= 64
+
+
 def test_logits_that_are_not_finite_end_in_one_line(workdir, tmp_path):
     (answer,), _ = ask(workdir, "sun 1?")
     bad = next(t for i, t in enumerate(answer.tokens) if i >= 3 and t not in answer.tokens[:i])

@@ -1,23 +1,29 @@
 """The order of the house: imports point one way, files stay short and say what they are for.
+And what is imported from outside is required.
 
 Read with the syntax tree, so that an import inside a function counts as well.
 """
 
 import ast
+import importlib.metadata
 import json
 import pathlib
 import re
+import sys
 import textwrap
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = "dspark_jax"
 # Each folder may import from itself and from those before it; the files at the top, which are the
 # commands, from every folder.
 FOLDERS = [
-    "core", "kernels", "models", "weights", "data", "features", "training", "decoding",
+    "core", "kernels", "models", "weights", "checks", "data", "features", "training", "decoding",
 ]  # fmt: skip
 OUTSIDE = ["experiments", "notebooks", "configs", "tests"]  # these may import the package only
 LINES = 400
@@ -142,3 +148,46 @@ def test_one_thing_out_of_order_is_named(tmp_path, name, text, expected):
     write(tmp_path, {f"dspark_jax/{name}": text})
     found = violations(tmp_path)
     assert len(found) == 1 and expected in found[0], found
+
+
+# Requirements.
+
+
+def unnamed(root: pathlib.Path, requirements: Iterable[str]) -> list[str]:
+    """Third-party modules that the package imports, and that come with none of `requirements`."""
+    names = {canonicalize_name(Requirement(line).name) for line in requirements}
+    projects = importlib.metadata.packages_distributions()
+    found = set()
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        for line, imported in imports(path, root):
+            module = imported.split(".")[0]
+            if module in sys.stdlib_module_names or module == PACKAGE:
+                continue
+            if not names & {canonicalize_name(name) for name in projects.get(module, [module])}:
+                found.add(f"{path.relative_to(root)}:{line} imports {module}")
+    return sorted(found)
+
+
+def test_what_is_imported_is_required():
+    """What another package happens to bring today may be gone tomorrow."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    assert not unnamed(ROOT, [line for line in lines if line and not line.startswith("#")])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"].values()
+    assert not unnamed(ROOT, [*project["dependencies"], *(x for group in optional for x in group)])
+
+
+OUTSIDERS = """
+import os.path, numpy.linalg
+from dspark_jax.core import config
+def f():
+    from absl import flags
+    import yaml
+"""
+
+
+def test_an_import_without_a_requirement_is_named(tmp_path):
+    write(tmp_path, {"dspark_jax/core/a.py": OUTSIDERS})
+    assert unnamed(tmp_path, ["numpy>=2", "absl_py", "PyYAML; python_version > '3'"]) == []
+    at = "dspark_jax/core/a.py"
+    assert unnamed(tmp_path, ["numpy[x]"]) == [f"{at}:5 imports absl", f"{at}:6 imports yaml"]

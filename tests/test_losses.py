@@ -23,12 +23,12 @@ from tiny_drafter import (
 
 from dspark_jax.core.config import LossConfig
 from dspark_jax.core.sharding import make_mesh, place
-from dspark_jax.core.trees import named
+from dspark_jax.core.trees import named, trainable, with_tables
 from dspark_jax.training.anchors import make_blocks, slot_weights
 from dspark_jax.training.losses import dspark_loss
 from dspark_jax.training.step import summarize
 
-LOSS = LossConfig(ce=0.1, l1=0.9, confidence=0.5, decay=3.0)
+LOSS = LossConfig(ce=0.1, l1=0.9, kl=0.2, confidence=0.5, decay=3.0)
 # Row 0: blocks that end with the answer, with the document and an unfilled one; row 1: full blocks
 # (in fill-in mode too), blocks cut by the hole in the mask and by the end of the row.
 ANCHORS = np.array([[3, 6, 13, 0], [5, 8, 12, 18]], np.int32)
@@ -48,6 +48,7 @@ CASES = {
         "sample_from_anchor": False,
         "num_layers": 1,
     },
+    "pruned": {"vocab_size": 24, "num_layers": 1},
 }
 
 
@@ -70,19 +71,19 @@ def _run(drafter, head, batch, anchors, filled):
     blocks = make_blocks(anchors, filled, batch.loss_mask, batch.documents, drafter.config)
     weights = slot_weights(blocks, drafter.config, LOSS.decay)
 
-    def loss(drafter, taps):
+    def loss(params, taps):
         micro = dataclasses.replace(batch, taps=taps)
-        total = weights.sum()
-        return dspark_loss(drafter, head, micro, blocks, weights, total, LOSS, 16)
+        total, whole = weights.sum(), with_tables(params, drafter)
+        return dspark_loss(whole, head, micro, blocks, weights, total, LOSS, 16)
 
     grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (value, sums), (grads, d_taps) = grad(drafter, batch.taps)
+    (value, sums), (grads, d_taps) = grad(trainable(drafter), batch.taps)
     return value, sums, named(grads), d_taps
 
 
 def run(drafter, rows=None, anchors=ANCHORS, filled=FILLED):
     """Loss, sums, gradients by name and gradient of the taps."""
-    batch = first_micro(make_batch(rows or packed_rows()))
+    batch = first_micro(make_batch(rows or packed_rows(), pruned=drafter.shape.pruned))
     chosen = place(anchors, "batch"), place(filled, "batch")
     return jax.device_get(_run(drafter, make_head(), batch, *chosen))
 
@@ -113,8 +114,9 @@ def test_loss_and_sums_match_the_loops(case):
     shape, _, _ = drafter_of(case)
     value, sums, _, _ = plain(case)
     terms = expected(case)
+    assert (0 < sum(term.ce == 0 for term in terms) < len(terms)) == shape.pruned
     assert value == pytest.approx(total_loss(terms, LOSS), rel=1e-5)
-    for name in ("ce", "l1", "bce"):
+    for name in ("ce", "l1", "kl", "bce"):
         want = sum(term.weight * getattr(term, name) for term in terms)
         assert getattr(sums, name) == pytest.approx(want, rel=1e-5), name
     assert sums.weight == pytest.approx(sum(term.weight for term in terms), rel=1e-6)
@@ -155,17 +157,17 @@ def test_gradients_match_differences_of_the_loops(case):
     accepts = [term.accept for term in base]
     anchors = [list(row[on]) for row, on in zip(ANCHORS, FILLED)]
     rng = np.random.default_rng(0)
-    assert set(grads) == set(weights)
+    trained = [name for name in weights if name != "draft_ids"]
+    assert set(grads) == set(trained)
 
     def loss(name, moved):
-        changed = {key: np.asarray(x, np.float64) for key, x in weights.items()} | {name: moved}
-        terms = make_reference(shape, changed).terms(rows, anchors, LOSS.decay)
+        terms = make_reference(shape, weights | {name: moved}).terms(rows, anchors, LOSS.decay)
         detached = shape.config.confidence_detach and not name.startswith("confidence")
         return total_loss(terms, LOSS, accepts, base if detached else terms)
 
-    for name, weight in weights.items():
-        direction = rng.standard_normal(weight.shape)
-        up, down = (loss(name, weight + step * direction) for step in (1e-6, -1e-6))
+    for name in trained:
+        direction = rng.standard_normal(weights[name].shape)
+        up, down = (loss(name, weights[name] + step * direction) for step in (1e-6, -1e-6))
         slope = float((grads[name] * direction).sum())
         assert slope == pytest.approx((up - down) / 2e-6, rel=2e-3, abs=2e-5), name
         assert np.abs(grads[name]).max() > 1e-4, name  # the comparison is one of numbers, not of 0
@@ -191,7 +193,7 @@ def test_bfloat16_stays_near():
 def supervised(case="vanilla"):
     """Positions of anchors, labels and previous tokens of supervised slots, by row."""
     anchor, label, prev = ([set(), set()] for _ in range(3))
-    shift = 1 if case == "vanilla" else 0
+    shift = int(drafter_of(case)[0].config.sample_from_anchor)
     for term in expected(case):
         at = int(ANCHORS[term.row, term.anchor])
         anchor[term.row].add(at)
@@ -217,7 +219,7 @@ def test_only_tokens_of_anchors_labels_and_previous_slots_enter():
         assert run(drafter, rows)[0] != plain("vanilla")[0]
 
 
-@pytest.mark.parametrize("case", ["vanilla", "rnn"])
+@pytest.mark.parametrize("case", ["vanilla", "rnn", "pruned"])
 def test_the_teacher_is_the_state_before_the_label(case):
     """No other state of the target's last layer has any influence, NaN included (R044)."""
     _, _, drafter = drafter_of(case)
@@ -270,6 +272,29 @@ def test_later_slots_do_not_reach_earlier_ones(case):
     got = run(drafter, rows, anchors, filled)[1]
     np.testing.assert_array_equal(got.accept[:-1], want.accept[:-1])
     assert got.accept[-1] != want.accept[-1]
+
+
+def test_a_label_that_cannot_be_drafted_has_no_cross_entropy():
+    """Which of those it is makes no difference, while as a previous token each is its own."""
+    _, weights, drafter = drafter_of("pruned")
+    first, second = np.setdiff1d(np.arange(39), weights["draft_ids"])[[3, 9]]
+    anchors = np.zeros_like(ANCHORS)
+    anchors[0, 0] = 3  # its last slot's label is the token at 7
+
+    def with_token(at, token):
+        rows = packed_rows()
+        rows[0].tokens[[6, 7]] = second
+        rows[0].tokens[at] = token
+        return run(drafter, rows, anchors, anchors > 0)
+
+    outside = with_token(7, first)
+    same(with_token(7, second), outside)
+    inside = with_token(7, weights["draft_ids"][5])
+    assert inside[1].ce > outside[1].ce
+    same(inside[1].accept, outside[1].accept)
+    other = with_token(6, first)[1]
+    np.testing.assert_array_equal(other.accept[:-1], outside[1].accept[:-1])
+    assert other.accept[-1] != outside[1].accept[-1]
 
 
 # Blocks and rows that are not there.
@@ -327,7 +352,10 @@ def test_summary(case):
     assert summary["loss"] == pytest.approx(float(value), rel=1e-5)
     terms = expected(case)
     total = sum(term.weight for term in terms)
-    assert summary["loss_ce"] == pytest.approx(sum(t.weight * t.ce for t in terms) / total, 1e-5)
+    for name in ("ce", "l1", "kl"):
+        want = sum(t.weight * getattr(t, name) for t in terms) / total
+        assert summary[f"loss_{name}"] == pytest.approx(want, rel=1e-5)
+    assert "loss_kl" not in summarize(sums, dataclasses.replace(LOSS, kl=0.0), shape.config)
     first = 0 if case == "vanilla" else 1
     assert len(summary["acceptance"]) == 4 - first
     for k, got in enumerate(summary["acceptance"], start=first):

@@ -7,7 +7,6 @@ embedding and LM head, is right about half of the time: rounds of every length o
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ CONFIG = TargetConfig(
     family="llama",
     vocab_size=VOCAB,
     hidden_size=16,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
@@ -42,16 +41,20 @@ CONFIG = TargetConfig(
     tie_embeddings=False,
     max_positions=64,
 )
+KEPT = (0, 2, 4, 6)  # a pruned vocabulary: half of what the target says
 PROMPTS = [[1, 2, 3], [4, 3, 2, 1, 0, 5, 6, 2], [6, 0, 5, 5]]
 
 
-def filled(build, seed: int, scales: dict[str, float]):
+def filled(build, seed: int, scales: dict[str, float], ids: tuple[int, ...] = ()):
     """A module on the current mesh: norms about 1, everything else normal of the scale its name
-    begins with, 0.25 otherwise; the same numbers on every mesh."""
+    begins with, 0.25 otherwise; the same numbers on every mesh. `ids` of a pruned vocabulary."""
     empty = abstract(build)
     rng = np.random.default_rng(seed)
     arrays = {}
     for name, array in named(empty).items():
+        if name == "draft_ids":
+            arrays[name] = jax.device_put(np.array(ids, np.int32), array.sharding)
+            continue
         noise = rng.standard_normal(array.shape).astype(np.float32)
         scale = next((s for part, s in scales.items() if name.startswith(part)), 0.25)
         value = 1 + 0.1 * noise if "norm" in name else scale * noise
@@ -61,23 +64,27 @@ def filled(build, seed: int, scales: dict[str, float]):
 
 def make_target() -> Target:
     return filled(
-        lambda: Target(CONFIG, rngs=nnx.Rngs(0)), 3, {"embed": 1.0, "lm_head": 0.6, "layers": 0.12}
+        lambda: Target(CONFIG, rngs=nnx.Rngs(0)), 5, {"embed": 1.0, "lm_head": 0.6, "layers": 0.12}
     )
 
 
-def make_drafter(head: str = "vanilla", from_anchor: bool = True, block: int = 4) -> Drafter:
+def make_drafter(
+    head: str = "vanilla", from_anchor: bool = True, block: int = 4, ids: tuple[int, ...] = ()
+) -> Drafter:
     config = DrafterConfig(
-        target_layer_ids=(0, 1),
+        target_layer_ids=(-1, 0),
         mask_token_id=MASK,
         block_size=block,
         num_layers=1,
         markov_head=head,
         markov_rank=0 if head == "none" else 8,
         sample_from_anchor=from_anchor,
+        vocab_size=len(ids),
         dtype="float32",
     )
     shape = DrafterShape.of(config, CONFIG)
-    return filled(lambda: Drafter(shape, rngs=nnx.Rngs(0)), 5, {"layers": 0.12, "markov": 0.5})
+    scales = {"layers": 0.12, "markov": 0.5}
+    return filled(lambda: Drafter(shape, rngs=nnx.Rngs(0)), 4, scales, ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +96,8 @@ class Requests:
     limits: tuple[int, ...]
     stop: tuple[int, ...] = NO_STOP
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
 
     def arguments(self):
         rows = len(self.prompts)
@@ -96,8 +105,9 @@ class Requests:
         for row, prompt in enumerate(self.prompts):
             ids[row, : len(prompt)] = prompt
         lengths = np.array([len(prompt) for prompt in self.prompts], np.int32)
-        sampled = {"top_k": 6, "top_p": 0.95} if self.temperature else {}
-        params = SamplingParams.make(rows, self.temperature, seeds=list(self.seeds), **sampled)
+        params = SamplingParams.make(
+            rows, self.temperature, self.top_k, self.top_p, seeds=list(self.seeds)
+        )
         return (
             place(ids, "batch", None),
             place(lengths, "batch"),
@@ -196,7 +206,9 @@ class Replay:
 
     def __init__(self, target, drafter):
         self.target, self.drafter = target, drafter
-        self.head = np.asarray(target.lm_head[...])
+        pruned = drafter.shape.pruned
+        self.ids = np.asarray(drafter.draft_ids[...]) if pruned else np.arange(VOCAB)
+        self.head = np.asarray(target.lm_head[...])[self.ids]
         self.w1, self.w2 = (np.asarray(w[...]) for w in (drafter.markov.w1, drafter.markov.w2))
 
     def proposals(self, prefix: list[int]) -> list[int]:
@@ -210,7 +222,7 @@ class Replay:
         previous, drafts = prefix[-1], []
         for slot in hidden[-self.drafter.config.num_proposals :]:
             logits = self.head @ slot + self.w2 @ self.w1[previous]
-            previous = int(logits.argmax())
+            previous = int(self.ids[logits.argmax()])
             drafts.append(previous)
         return drafts
 
@@ -256,14 +268,14 @@ class Replay:
 
 
 @pytest.mark.parametrize(
-    "head, from_anchor",
-    [("none", True), ("vanilla", True), ("gated", True), ("rnn", True),
-     ("none", False), ("vanilla", False)],
+    "head, from_anchor, ids",
+    [("none", True, ()), ("vanilla", True, ()), ("gated", True, ()), ("rnn", True, ()),
+     ("none", False, ()), ("vanilla", False, ()), ("rnn", False, KEPT)],
 )  # fmt: skip
-def test_greedy_equals_plain_for_every_head_and_layout(target, head, from_anchor):
+def test_greedy_equals_plain_for_every_head_and_layout(target, head, from_anchor, ids):
     wanted = requests()
     expected = plain(target, wanted)
-    found = speculative(target, make_drafter(head, from_anchor), wanted)
+    found = speculative(target, make_drafter(head, from_anchor, ids=ids), wanted)
     assert text(found) == text(expected)
     slots = 4 if from_anchor else 3
     for row in found:
@@ -274,9 +286,12 @@ def test_greedy_equals_plain_for_every_head_and_layout(target, head, from_anchor
     assert 0 < sum(row.survived[0] for row in found) < sum(row.rounds for row in found)
 
 
-def test_counts_equal_a_replay_of_the_rounds_without_cache_or_batch(target, drafter):
-    wanted = requests()
+@pytest.mark.parametrize("ids", [(), KEPT], ids=["whole", "pruned"])
+def test_counts_equal_a_replay_of_the_rounds_without_cache_or_batch(target, ids):
+    wanted, drafter = requests(), make_drafter(ids=ids)
     answers = [row.tokens for row in plain(target, wanted)]
+    if ids:  # some of the text can be drafted, some not
+        assert {token in ids for answer in answers for token in answer} == {True, False}
     replay = Replay(target, drafter)
     expected = [replay.row(p, a, NEW)[0] for p, a in zip(PROMPTS, answers)]
     assert speculative(target, drafter, wanted) == expected
@@ -324,9 +339,11 @@ def test_stop_first_and_limits_of_0_1_and_any(target, drafter):
         assert (row.tokens, row.reason) == (answers[1][:limit], reason)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_does_not_notice_its_batch(target, drafter, temperature):
-    wanted = requests(temperature=temperature, limits=(NEW, 9, NEW))
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "top_k": 6, "top_p": 0.95}], ids=["greedy", "sampled"]
+)
+def test_a_request_does_not_notice_its_batch(target, drafter, options):
+    wanted = requests(limits=(NEW, 9, NEW), **options)
     together = speculative(target, drafter, wanted)
     alone = [speculative(target, drafter, wanted.row(row))[0] for row in range(3)]
     assert together == alone
@@ -344,7 +361,7 @@ def test_a_request_does_not_notice_its_batch(target, drafter, temperature):
         wanted, prompts=((6, 6), wanted.prompts[1], (0,)), seeds=(1, 8, 2), limits=(3, 9, 0)
     )
     assert speculative(target, drafter, others)[1] == together[1]
-    if temperature:
+    if options:
         same_prompt = dataclasses.replace(wanted, prompts=(PROMPTS[0],) * 3, seeds=(7, 8, 7))
         rows = speculative(target, drafter, same_prompt)
         assert rows[0] == rows[2] and rows[0].tokens != rows[1].tokens
@@ -361,7 +378,11 @@ def test_requests_before_leave_nothing_and_nothing_is_compiled_again(target, dra
 
 
 _start = jax.jit(start, static_argnames="max_new")
-_round = jax.jit(speculative_round)
+
+
+@jax.jit
+def _round(target, drafter, state, *options):
+    return speculative_round(target, drafter, drafter.head(target.head), state, *options)
 
 
 def test_finished_rows_are_frozen_and_stale_cache_rows_unseen(target, drafter):
@@ -403,36 +424,26 @@ def test_finished_rows_are_frozen_and_stale_cache_rows_unseen(target, drafter):
     assert rows_of(state.out, state.stats) == expected
 
 
-@pytest.mark.parametrize("fsdp, tp", [(2, 1), (4, 2)])
-def test_any_mesh_gives_the_same_tokens_and_counts(target, drafter, fsdp, tp):
+@pytest.mark.parametrize("fsdp, tp, ids", [(2, 1, ()), (4, 2, ()), (4, 2, KEPT)])
+def test_any_mesh_gives_the_same_tokens_and_counts(target, fsdp, tp, ids):
     four = {"prompts": (*requests().prompts, (2, 2)), "seeds": (7, 8, 9, 10), "limits": (12,) * 4}
     wanted = requests(temperature=0.8, **four)
-    expected = speculative(target, drafter, wanted)
+    expected = speculative(target, make_drafter(ids=ids), wanted)
     with jax.set_mesh(make_mesh(fsdp, tp)):
-        assert speculative(make_target(), make_drafter(), wanted) == expected
+        assert speculative(make_target(), make_drafter(ids=ids), wanted) == expected
 
 
-@functools.cache
-def next_probs(prefixes: tuple[tuple[int, ...], ...], temperature: float) -> np.ndarray:
-    """The target's own distribution after each prefix, f64[N, V]; all of one length."""
-    with jax.set_mesh(make_mesh(1, 1)):
-        target = make_target()
-        hidden = target(jnp.asarray(prefixes, jnp.int32)).hidden[:, -1:]
-        logits = np.asarray(target.head.logits(hidden), np.float64)[:, 0] / temperature
-    exps = np.exp(logits - logits.max(-1, keepdims=True))
-    return exps / exps.sum(-1, keepdims=True)
-
-
-def exact_pairs(temperature: float) -> np.ndarray:
-    """P(second and third token of the answer to PROMPTS[0]), f64[V, V]."""
-    prompt = tuple(PROMPTS[0])
-    first = next_probs((prompt,), temperature)[0]
-    total = np.zeros((VOCAB, VOCAB))
-    for a in range(VOCAB):
-        second = next_probs(((*prompt, a),), temperature)[0]
-        third = next_probs(tuple((*prompt, a, b) for b in range(VOCAB)), temperature)
-        total += first[a] * second[:, None] * third
-    return total
+def exact_pairs(target, temperature: float) -> np.ndarray:
+    """P(second and third token of the answer to PROMPTS[0]), f64[V, V], from one plain pass."""
+    prompt = PROMPTS[0]
+    ids = [[*prompt, a, b] for a in range(VOCAB) for b in range(VOCAB)]
+    logits = jax.jit(lambda target, ids: target.head.logits(target(ids).hidden))(
+        target, place(np.array(ids, np.int32), "batch", None)
+    )
+    exps = np.exp(np.asarray(logits, np.float64)[:, len(prompt) - 1 :] / temperature)
+    probs = (exps / exps.sum(-1, keepdims=True)).reshape(VOCAB, VOCAB, 3, VOCAB)
+    first, second, third = probs[0, 0, 0], probs[:, 0, 1], probs[:, :, 2]
+    return np.einsum("a,ab,abc->bc", first, second, third)
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
@@ -440,22 +451,19 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def test_sampled_text_has_the_targets_distribution(target):
+@pytest.mark.parametrize("ids", [(), KEPT], ids=["whole", "pruned"])
+def test_sampled_text_has_the_targets_distribution(target, ids):
     """Pairs of tokens over thousands of seeds, against the enumerated distribution."""
     rows, temperature = 6000, 1.3
-    wanted = Requests((tuple(PROMPTS[0]),) * rows, tuple(range(rows)), (3,) * rows)
-    ids, lengths, _, stop, limits = wanted.arguments()
-    params = SamplingParams.make(rows, temperature, seeds=list(range(rows)))
-    params = jax.tree.map(lambda x: place(x, "batch"), params)
-    drafter = make_drafter(block=2)
-    out, stats = generate_speculative(
-        target, drafter, ids, lengths, params, stop, limits, max_new=3
-    )
+    prompts = (tuple(PROMPTS[0]),) * rows
+    wanted = Requests(prompts, tuple(range(rows)), (3,) * rows, temperature=temperature)
+    drafter = make_drafter(block=2, ids=ids)
+    out, stats = generate_speculative(target, drafter, *wanted.arguments(), max_new=3)
     tokens, survived = jax.device_get((out.tokens, stats.survived))
     counts = np.zeros((VOCAB, VOCAB))
     np.add.at(counts, (tokens[:, 1], tokens[:, 2]), 1)
     # 63 degrees of freedom: 63 on average, and above 120 once in 50,000 times.
-    assert chi_square(counts, exact_pairs(temperature)) < 120
+    assert chi_square(counts, exact_pairs(target, temperature)) < 120
     # The same counts would not pass for a temperature that is a little off.
-    assert chi_square(counts, exact_pairs(temperature * 1.1)) > 120
+    assert chi_square(counts, exact_pairs(target, temperature * 1.1)) > 120
     assert 0.1 < survived[:, 0].mean() < 0.95

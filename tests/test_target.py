@@ -120,7 +120,8 @@ def streams(seed=0, batch=BATCH, length=LENGTH):
 
 
 def assert_close(ours, theirs, tolerance, what=""):
-    """The largest difference, as a share of the largest value."""
+    """The largest difference, as a share of the largest value. (Slice on the host, before: every
+    slice of a jax array is a program to compile.)"""
     ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
     assert ours.shape == theirs.shape, what
     worst = np.abs(ours - theirs).max() / np.abs(theirs).max()
@@ -128,6 +129,7 @@ def assert_close(ours, theirs, tolerance, what=""):
 
 
 def check_against_torch(output, logits, torch_logits, states, taps, tolerance):
+    output = jax.device_get(output)
     assert_close(logits, torch_logits, tolerance, "logits")
     assert_close(output.hidden, states[-1], tolerance, "last hidden, after the norm")
     for index, tap in enumerate(taps):
@@ -191,8 +193,9 @@ def test_bundled_target_equals_torch(bundled_dir):
     output, logits = run(target, tokens, taps=taps)
     check_against_torch(output, logits, torch_logits, states, taps, 2e-4)
     # Token 0 has activations of thousands that hide the rest: the other positions by themselves.
+    tapped = np.asarray(output.taps)
     for index, tap in enumerate(taps):
-        assert_close(output.taps[0, 1:, index], states[tap + 1][0, 1:], 2e-4, f"tap {tap}")
+        assert_close(tapped[0, 1:, index], states[tap + 1][0, 1:], 2e-4, f"tap {tap}")
 
 
 # The cache
@@ -287,6 +290,7 @@ def test_rollback_after_rejections(saved):
     tokens, lengths = streams(2), [8, 5, 3, 1]
     expected = jax.device_get(run(target, tokens))
     fresh = run(target, tokens, cache=target.empty_cache(BATCH, CAPACITY))[0].cache
+    fresh = jax.device_get(fresh.layers)
     accepted = np.asarray([[0, 3, 4, 1, 0], [4, 0, 1, 3, 2], [1, 1, 1, 1, 1], [0, 0, 4, 4, 0]]).T
     state, _, _ = Decoding.prefill(target, tokens, lengths)
     for counts in accepted:
@@ -296,8 +300,9 @@ def test_rollback_after_rejections(saved):
         block = np.where(wrong, (block + 7) % 96, block)
         output, logits = state.step(block, counts + 1)
         check_rows(output, logits, expected, state.starts, counts + 1, 1e-4)
+        layers = jax.device_get(state.cache.layers)
         for row, length in enumerate(np.asarray(state.cache.length)):
-            for ours, theirs in zip(state.cache.layers, fresh.layers):
+            for ours, theirs in zip(layers, fresh):
                 assert_close(ours.k[row, :, :, :length], theirs.k[row, :, :, :length], 1e-5)
                 assert_close(ours.v[row, :, :length], theirs.v[row, :, :length], 1e-5)
     np.testing.assert_array_equal(state.cache.length, lengths + accepted.sum(0) + 5)
@@ -328,9 +333,11 @@ def test_packed_documents_equal_separate_runs(saved):
         packed[:, there] = tokens[row, :size]
         documents[:, there], positions[:, there] = row + 1, np.arange(size)
         start += size
-    output, logits = run(target, packed, documents=documents, positions=positions)
+    output, logits = jax.device_get(run(target, packed, documents=documents, positions=positions))
     assert np.isfinite(logits).all()
-    crossed, _ = run(target, packed, documents=np.ones_like(documents), positions=positions)
+    crossed, _ = jax.device_get(
+        run(target, packed, documents=np.ones_like(documents), positions=positions)
+    )
     start = 0
     for row, size in enumerate(sizes):
         there = slice(start, start + size)
@@ -355,7 +362,7 @@ def test_rows_of_a_batch_do_not_know_each_other(saved):
         again, again_logits = jax.device_get(run(target, mixed))
         np.testing.assert_array_equal(again_logits[row, :length], first[1][row, :length])
         np.testing.assert_array_equal(again.taps[row, :length], first[0].taps[row, :length])
-        alone, alone_logits = run(target, mixed[row : row + 1])
+        alone, alone_logits = jax.device_get(run(target, mixed[row : row + 1]))
         assert_close(alone_logits[0, :length], first[1][row, :length], 1e-5)
         assert_close(alone.taps[0, :length], first[0].taps[row, :length], 1e-5)
 
@@ -368,15 +375,16 @@ def test_attention_in_chunks_is_attention():
     documents = np.asarray([[1] * 6 + [2] * 5, [1] * 11])
     mask = np.tril(np.ones((11, 11), bool)) & (documents[:, :, None] == documents[:, None])
     mask[1, 7] = False
-    whole = attend(*map(jnp.asarray, (q, k, v, mask)))
-    for chunk in (4, 11, 256):
-        parts = attend_causally(*map(jnp.asarray, (q, k, v, mask)), chunk=chunk)
+    whole = np.asarray(jax.jit(attend)(q, k, v, mask))
+    in_chunks = jax.jit(attend_causally, static_argnames="chunk")
+    for chunk in (4, 256):
+        parts = in_chunks(q, k, v, mask, chunk=chunk)
         np.testing.assert_allclose(parts, whole, atol=1e-6)
     scores = np.einsum("bkqth,bkhs->bkqts", q, k) / 2
     weights = np.where(mask[:, None, None], np.exp(scores), 0)
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
     np.testing.assert_allclose(whole, np.einsum("bkqts,bksh->bkqth", weights, v), atol=1e-5)
-    assert not np.asarray(whole)[1, :, :, 7].any()
+    assert not whole[1, :, :, 7].any()
 
 
 # RoPE

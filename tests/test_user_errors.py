@@ -97,12 +97,15 @@ def check_line(line: str) -> str:
         ({"drafter.mask_token_id": -1}, "drafter.mask_token_id=-1 has no row"),
         ({"drafter.mask_token_id": tiny.PAD}, "is a pad, bos or stop token of the target: choose"),
         ({"drafter.mask_token_id": tiny.END}, "is a pad, bos or stop token of the target: choose"),
+        ({"drafter.vocab_size": tiny.VOCAB + 1}, "drafter.vocab_size=273: the target's vocabulary"),
+        ({"drafter.vocab_size": -1}, "drafter.vocab_size=-1: the target's vocabulary has 272 tok"),
         ({"drafter.num_kv_heads": 3}, "num_heads=4 is not a multiple of drafter.num_kv_heads=3"),
         # Of the machine
         ({"mesh": {"fsdp": 64, "tp": 1}}, "needs 64 devices, this machine has 8: set --config"),
         ({"mesh": {"fsdp": 4, "tp": 1}}, "train.accumulation=2 cannot be cut into the 4 parts"),
         ({"mesh": {"fsdp": 1, "tp": 4}}, "num_kv_heads=2 cannot be cut into the 4 parts"),
         ({"mesh": {"fsdp": 1, "tp": 2}, "drafter.num_kv_heads": 1}, "drafter.num_kv_heads=1 can"),
+        ({"mesh": {"fsdp": 1, "tp": 2}, "drafter.vocab_size": 63}, "drafter.vocab_size=63 cannot"),
         # Of the data
         ({"drafter.mask_token_id": 40}, "occurs in the training data (row doc-0): choose an id"),
         ({"data.validation_fraction": 0.0}, "12 documents to train on and 0 to validate with;"),

@@ -1,8 +1,9 @@
-"""The chunked loss over the vocabulary: values and gradients, rows of weight 0, meshes.
+"""The chunked loss over the vocabulary, whole and pruned: values, gradients, meshes.
 
 pytest tests/test_vocab_loss.py
 """
 
+import dataclasses
 import functools
 import math
 
@@ -13,10 +14,12 @@ import pytest
 from reference import softmax
 
 from dspark_jax.core.sharding import make_mesh, place
-from dspark_jax.kernels.vocab_loss import vocab_loss, vocab_loss_reference
+from dspark_jax.kernels.vocab_loss import Teacher, vocab_loss, vocab_loss_reference
 
 BATCH, HIDDEN, RANK, VOCAB = 4, 16, 8, 40
-CE, L1 = 0.1, 0.9
+CE, L1, KL = 0.1, 0.9, 0.3
+KEPT = np.array([0, 2, 3, 7, 8, 9, 13, 17, 21, 22, 28, 30, 31, 36, 38, 39])  # a pruned vocabulary
+VOCABULARIES = pytest.mark.parametrize("kept", [None, KEPT], ids=["whole", "pruned"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -25,23 +28,50 @@ def mesh():
         yield
 
 
-def operands(rows: int, latent: bool = True, dtype=jnp.float32, seed: int = 0):
-    """hidden, latent, w2, head, teacher, labels, weights; one in four weights is 0."""
+def operands(rows: int, latent: bool = True, dtype=jnp.float32, kept=None, seed: int = 0):
+    """hidden, latent, w2, head, teacher, labels, weights; one in four weights is 0.
+
+    Every other row is near its teacher. With ids `kept` of a pruned vocabulary, one in four labels
+    is outside of it.
+    """
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
     weights = rng.uniform(0.1, 1.0, (BATCH, rows)) * (rng.random((BATCH, rows)) < 0.75)
-    return (
-        normal(BATCH, rows, HIDDEN).astype(dtype),
-        normal(BATCH, rows, RANK) if latent else None,
+    noise = np.where(np.arange(rows)[:, None] % 2, 1, 0.3).astype(np.float32)
+    taught = normal(BATCH, rows, HIDDEN)
+    args = [
+        ((noise < 1) * taught + noise * normal(BATCH, rows, HIDDEN)).astype(dtype),
+        noise * normal(BATCH, rows, RANK) if latent else None,
         normal(VOCAB, RANK) if latent else None,
-        (0.5 * normal(VOCAB, HIDDEN)).astype(dtype),
-        normal(BATCH, rows, HIDDEN).astype(dtype),
+        whole_head(dtype),
+        Teacher(taught.astype(dtype)),
         rng.integers(0, VOCAB, (BATCH, rows)).astype(np.int32),
         weights.astype(np.float32),
-    )
+    ]
+    if kept is not None:
+        logits = as_float(args[4].hidden) @ as_float(args[3]).T
+        to_draft = np.full(VOCAB, -1, np.int32)
+        to_draft[kept] = np.arange(len(kept))
+        lse = np.log(np.exp(logits).sum(-1)).astype(np.float32)
+        args[4] = Teacher(args[4].hidden, lse, to_draft[logits.argmax(-1)])
+        args[5] = np.where(rng.random((BATCH, rows)) < 0.25, -1, args[5] % len(kept))
+        args[5] = args[5].astype(np.int32)
+        args[2] = args[2][kept] if latent else None
+        args[3] = args[3][kept]
+    return tuple(args)
+
+
+def whole_head(dtype=jnp.float32):
+    """The target's LM head [V, D], of which `operands` takes the rows of its vocabulary."""
+    noise = np.random.default_rng(99).standard_normal((VOCAB, HIDDEN))
+    return (0.5 * noise).astype(np.float32).astype(dtype)
+
+
+def as_float(x):
+    return np.asarray(x, np.float64)
 
 
 AXES = [("batch",), ("batch",), ("vocab", "embed"), ("vocab", "embed"), *[("batch",)] * 3]
@@ -49,22 +79,26 @@ AXES = [("batch",), ("batch",), ("vocab", "embed"), ("vocab", "embed"), *[("batc
 
 def placed(args):
     """On the current mesh, as in training."""
-    return tuple(None if x is None else place(x, *axes) for x, axes in zip(args, AXES))
+    return tuple(
+        jax.tree.map(functools.partial(lambda axes, x: place(x, *axes), axes), arg)
+        for arg, axes in zip(args, AXES)
+    )
 
 
-def with_grads(args, chunk=None, ce=CE, l1=L1):
+def with_grads(args, chunk=None, ce=CE, l1=L1, kl=KL):
     """Loss, terms and gradients for hidden, latent and w2; chunk None = the plain reference."""
-    return _with_grads(args if chunk is None else placed(args), chunk, ce, l1)
+    return _with_grads(args if chunk is None else placed(args), chunk, ce, l1, kl)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _with_grads(args, chunk, ce, l1):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _with_grads(args, chunk, ce, l1, kl):
     hidden, latent, w2, *rest = args
+    options = {"ce_weight": ce, "l1_weight": l1, "kl_weight": kl}
 
     def loss(trained):
         if chunk is None:
-            return vocab_loss_reference(*trained, *rest, ce_weight=ce, l1_weight=l1)
-        return vocab_loss(*trained, *rest, ce_weight=ce, l1_weight=l1, chunk=chunk)
+            return vocab_loss_reference(*trained, *rest, **options)
+        return vocab_loss(*trained, *rest, **options, chunk=chunk)
 
     (value, terms), grads = jax.value_and_grad(loss, has_aux=True)((hidden, latent, w2))
     return value, terms, grads
@@ -77,37 +111,68 @@ def close(got, want, tolerance):
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
 
 
-def loops(args):
-    """Terms [B, N] in float64."""
-    hidden, latent, w2, head, teacher, labels, _ = (
-        x if x is None else np.asarray(x, np.float64) for x in args
-    )
-    ce, l1, match = np.zeros((3, *labels.shape))
-    for b, n in np.ndindex(labels.shape):
-        z = head @ hidden[b, n]
+@dataclasses.dataclass
+class Loops:
+    """Terms f64[B, N]."""
+
+    ce: np.ndarray
+    l1: np.ndarray
+    kl: np.ndarray
+    match: np.ndarray
+    accept: np.ndarray
+
+    def loss(self, weights, ce=CE, l1=L1, kl=KL) -> float:
+        return (weights * (ce * self.ce + l1 * self.l1 + kl * self.kl)).sum()
+
+
+def loops(args, kept=None) -> Loops:
+    """Every token of the target's vocabulary by itself: what was not kept, q never gives."""
+    hidden, latent, w2, head, teacher, labels, _ = args
+    hidden, head, taught = as_float(hidden), as_float(head), as_float(teacher.hidden)
+    whole = as_float(whole_head())
+    kept = list(range(VOCAB) if kept is None else kept)
+    found = Loops(*np.zeros((5, *labels.shape)))
+    for at in np.ndindex(labels.shape):
+        z = head @ hidden[at]
         if latent is not None:
-            z = z + w2 @ latent[b, n]
-        zt = head @ teacher[b, n]
+            z = z + as_float(w2) @ as_float(latent)[at]
+        zt = whole @ taught[at]
         p, q = softmax(zt), softmax(z)
-        ce[b, n] = -math.log(q[int(labels[b, n])])
-        l1[b, n] = np.abs(q - p).sum()
-        match[b, n] = z.argmax() == zt.argmax()
-    return ce, l1, match
+        for token in range(VOCAB):
+            given = q[kept.index(token)] if token in kept else 0.0
+            found.l1[at] += abs(given - p[token])
+            found.accept[at] += min(given, p[token])
+            if token in kept:
+                found.kl[at] += p[token] * math.log(p[token] / given)
+        if labels[at] >= 0:
+            found.ce[at] = -math.log(q[int(labels[at])])
+        found.match[at] = kept[z.argmax()] == zt.argmax()
+    return found
 
 
 # Rows per batch entry and chunk: one chunk, ragged last chunks, fewer chunk rows than the batch.
-CASES = [(5, 256, True), (7, 12, True), (7, 12, False), (3, 1, True)]
+CASES = {
+    "one chunk": (5, 256, True, None),
+    "ragged": (7, 12, True, None),
+    "bare": (7, 12, False, None),
+    "small chunk": (3, 1, True, None),
+    "pruned": (7, 12, True, KEPT),
+    "pruned, bare": (3, 1, False, KEPT),
+}
 
 
-@pytest.mark.parametrize("rows, chunk, latent", CASES)
-def test_values_and_gradients(rows, chunk, latent):
-    args = operands(rows, latent)
+@pytest.mark.parametrize("rows, chunk, latent, kept", CASES.values(), ids=CASES)
+def test_values_and_gradients(rows, chunk, latent, kept):
+    args = operands(rows, latent, kept=kept)
     value, terms, grads = with_grads(args, chunk=chunk)
-    live = args[-1] > 0
-    for got, want in zip((terms.ce, terms.l1, terms.match), loops(args)):
-        np.testing.assert_allclose(np.asarray(got)[live], want[live], rtol=1e-5, atol=1e-5)
-    want_ce, want_l1, _ = loops(args)
-    assert value == pytest.approx((args[-1] * (CE * want_ce + L1 * want_l1)).sum(), rel=1e-5)
+    live, wanted = args[-1] > 0, loops(args, kept)
+    assert set(wanted.match[live]) == {0, 1} and wanted.accept[live].max() > 0.5
+    for name in ("ce", "l1", "kl", "match"):
+        got, want = np.asarray(getattr(terms, name)), getattr(wanted, name)
+        np.testing.assert_allclose(got[live], want[live], rtol=1e-5, atol=1e-5, err_msg=name)
+    accept = 1 - np.asarray(terms.l1) / 2
+    np.testing.assert_allclose(accept[live], wanted.accept[live], atol=1e-6)
+    assert value == pytest.approx(wanted.loss(args[-1]), rel=1e-5)
     want = with_grads(args)
     assert value == pytest.approx(float(want[0]), rel=1e-6)
     for got, expected in zip(grads, want[2]):
@@ -119,46 +184,79 @@ def test_values_and_gradients(rows, chunk, latent):
     np.testing.assert_array_equal(np.asarray(grads[0])[~live], 0)
 
 
-def test_without_gradients_the_values_are_the_same():
-    args, chunk = operands(7), 12
+def test_what_the_target_puts_outside_a_pruned_vocabulary_is_lost():
+    """Half of p is on a token that cannot be drafted: no q is accepted more than 0.3 (R029)."""
+    kept, p = np.array([0, 2, 5]), np.array([0.1, 0.5, 0.1, 0.1, 0.1, 0.1])
+    q = np.array([[1, 1, 1], [8, 1, 1], [0.98, 0.01, 0.01]])
+    q /= q.sum(-1, keepdims=True)
+    hidden = np.zeros((1, 3, 6), np.float32)
+    hidden[..., kept] = np.log(q)
+    zt = np.broadcast_to(np.log(p) + 3.0, (1, 3, 6)).astype(np.float32)
+    head, ones = np.eye(6, dtype=np.float32)[kept], np.ones((1, 3), np.float32)
+    head, labels = jnp.asarray(head), np.array([[-1, 1, -1]])  # only the second can be drafted
+    whole = Teacher(zt, np.full((1, 3), 3.0, np.float32), np.full((1, 3), -1, np.int32))
+
+    def loss(hidden, teacher=whole):
+        rest = (None, None, head, teacher, labels, ones)
+        return vocab_loss(hidden, *rest, ce_weight=1.0, l1_weight=0.0, chunk=8)
+
+    (value, terms), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(hidden)
+    accept = 1 - np.asarray(terms.l1)[0] / 2
+    np.testing.assert_allclose(accept, [0.3, 0.3, 0.12], atol=1e-6)  # sums of min(p, q) over V
+    np.testing.assert_allclose(terms.ce, [[0, -math.log(0.1), 0]], rtol=1e-5)
+    assert float(value) == pytest.approx(-math.log(0.1), rel=1e-5)
+    assert not np.asarray(terms.match).any()  # the target's best token is not among them
+    grad = np.asarray(grad)[0]
+    np.testing.assert_allclose(grad[1, kept], q[1] - [0, 1, 0], atol=1e-6)
+    assert not grad[::2].any()
+    # Renormalised to what was kept, p would seem to be met exactly.
+    _, sliced = jax.jit(loss)(hidden, Teacher(zt))
+    assert np.asarray(sliced.l1)[0, 0] == pytest.approx(0, abs=1e-6)
+
+
+@VOCABULARIES
+def test_without_gradients_the_values_are_the_same(kept):
+    args, chunk = operands(7, kept=kept), 12
     value, terms, _ = with_grads(args, chunk=chunk)
-    plain = jax.jit(functools.partial(vocab_loss, ce_weight=CE, l1_weight=L1, chunk=chunk))
-    plain = plain(*placed(args))
+    weights = {"ce_weight": CE, "l1_weight": L1, "kl_weight": KL}
+    plain = jax.jit(functools.partial(vocab_loss, **weights, chunk=chunk))(*placed(args))
     assert float(plain[0]) == pytest.approx(float(value), rel=1e-6)
     close(plain[1].l1, terms.l1, 1e-6)
+    close(plain[1].kl, terms.kl, 1e-6)
 
 
-@pytest.mark.parametrize("ce, l1", [(1.0, 0.0), (0.0, 1.0)])
-def test_gradient_of_each_term_by_differences(ce, l1):
+@VOCABULARIES
+@pytest.mark.parametrize("ce, l1, kl", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)])
+def test_gradient_of_each_term_by_differences(ce, l1, kl, kept):
     """Along random directions, in float64, against the loops."""
-    args = operands(3)
-    value, _, grads = with_grads(args, chunk=8, ce=ce, l1=l1)
+    args = operands(3, kept=kept)
+    value, _, grads = with_grads(args, 8, ce, l1, kl)
 
     def loss(args):
-        want_ce, want_l1, _ = loops(args)
-        return (args[-1] * (ce * want_ce + l1 * want_l1)).sum()
+        return loops(args, kept).loss(args[-1], ce, l1, kl)
 
-    assert float(value) == pytest.approx(loss(args), rel=1e-5)
+    assert float(value) == pytest.approx(loss(args), rel=1e-5, abs=1e-6)
     rng = np.random.default_rng(1)
     for index, grad in enumerate(grads):
-        for _ in range(3):
-            direction = rng.standard_normal(grad.shape)
-            moved = [[np.asarray(x, np.float64) for x in args] for _ in range(2)]
+        direction = rng.standard_normal((3, *grad.shape))
+        slopes = []
+        for one in direction:
+            moved = [list(args), list(args)]
             for sign, values in zip((1, -1), moved):
-                values[index] = values[index] + sign * 1e-6 * direction
-                values[5] = args[5]
-            slope = (loss(moved[0]) - loss(moved[1])) / 2e-6
-            assert float((np.asarray(grad) * direction).sum()) == pytest.approx(slope, rel=2e-4)
+                values[index] = as_float(args[index]) + sign * 1e-6 * one
+            slopes.append((loss(moved[0]) - loss(moved[1])) / 2e-6)
+        found = (np.asarray(grad) * direction).reshape(3, -1).sum(-1)
+        np.testing.assert_allclose(found, slopes, rtol=2e-4)
 
 
 def test_bfloat16_stays_near_float32():
     """Operands rounded, logits and softmax in float32: within what rounding d_z once costs."""
-    for latent in (True, False):
-        args = operands(7, latent, jnp.bfloat16)
+    for latent, kept in ((True, KEPT), (False, None)):
+        args = operands(7, latent, jnp.bfloat16, kept)
         value, terms, grads = with_grads(args, chunk=12)
-        exact = [x if x is None else np.asarray(x, np.float32) for x in args]
-        exact[5] = args[5]
-        want = with_grads(tuple(exact))
+        want = with_grads(
+            jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == jnp.bfloat16 else x, args)
+        )
         assert float(value) == pytest.approx(float(want[0]), rel=1e-4)
         live = args[-1] > 0
         np.testing.assert_allclose(
@@ -168,15 +266,16 @@ def test_bfloat16_stays_near_float32():
         for got, expected in zip(grads, want[2]):
             if expected is not None:
                 close(got, expected, 2e-2)
-    assert grads[1] is grads[2] is None
+        assert latent or grads[1] is grads[2] is None
 
 
 def test_upstream_gradient_scales_and_terms_have_none():
     args = placed(operands(7))
 
     def loss(hidden, factor):
-        value, terms = vocab_loss(hidden, *args[1:], ce_weight=CE, l1_weight=L1, chunk=12)
-        return factor * value + jnp.sum(terms.ce + terms.l1)
+        weights = {"ce_weight": CE, "l1_weight": L1, "kl_weight": KL}
+        value, terms = vocab_loss(hidden, *args[1:], **weights, chunk=12)
+        return factor * value + jnp.sum(terms.ce + terms.l1 + terms.kl)
 
     grad = jax.jit(jax.grad(loss))
     want = -2 * np.asarray(with_grads(operands(7), chunk=12)[2][0])
@@ -184,36 +283,45 @@ def test_upstream_gradient_scales_and_terms_have_none():
     np.testing.assert_array_equal(grad(args[0], 0.0), 0)
 
 
-def test_rows_of_weight_zero_have_no_influence():
+@VOCABULARIES
+def test_rows_of_weight_zero_have_no_influence(kept):
     """Whatever they hold: NaN, infinities, ids outside the vocabulary (R044)."""
-    args = operands(7)
+    args = operands(7, kept=kept)
     dead = args[-1] == 0
     assert 3 < dead.sum() < dead.size - 3
 
     def fill(value, label):
-        hidden, latent, w2, head, teacher, labels, weights = (np.array(x) for x in args)
-        hidden[dead] = latent[dead] = teacher[dead] = value
+        hidden, latent, w2, head, teacher, labels, weights = jax.tree.map(np.array, args)
+        hidden[dead] = latent[dead] = teacher.hidden[dead] = value
         labels[dead] = label
+        if kept is not None:
+            teacher.lse[dead], teacher.best[dead] = value, label
         return hidden, latent, w2, head, teacher, labels, weights
+
+    def counted(result):
+        value, terms, grads = result
+        return value, jax.tree.map(lambda x: np.where(dead, 0, x), terms), grads
 
     clean = with_grads(fill(0.0, 0), chunk=12)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
     for value, label in ((np.nan, -100), (np.inf, VOCAB), (-np.inf, -1), (1e30, 10**9)):
         spoiled = with_grads(fill(value, label), chunk=12)
-        for got, want in zip(jax.tree.leaves(spoiled), jax.tree.leaves(clean)):
-            np.testing.assert_array_equal(got, want)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(spoiled))
+        jax.tree.map(np.testing.assert_array_equal, counted(spoiled), counted(clean))
     # A live row does have one.
     assert with_grads((args[0] + 0.1, *args[1:]), chunk=12)[0] != clean[0]
 
 
+@VOCABULARIES
 @pytest.mark.parametrize("index", [0, 1, 2, 4])
-def test_a_live_row_that_is_not_finite_shows(index):
+def test_a_live_row_that_is_not_finite_shows(index, kept):
     """Not even a NaN of the teacher, which only enters comparisons, may look like a small loss."""
-    args = operands(7)
+    args = operands(7, kept=kept)
     b, n = np.argwhere(args[-1] > 0)[3]
-    spoiled = [x.copy() for x in args]
-    spoiled[index][(b, n, 2) if index != 2 else (5, 1)] = np.nan
-    value, terms, _ = with_grads(tuple(spoiled), chunk=12)
+    spoiled = jax.tree.map(np.array, args)
+    part = spoiled[4].hidden if index == 4 else spoiled[index]
+    part[(b, n, 2) if index != 2 else (5, 1)] = np.nan
+    value, terms, _ = with_grads(tuple(spoiled), 12, kl=0.0)
     assert np.isnan(value) and np.isnan(terms.l1[b, n])
     if index != 2:
         assert np.isfinite(np.delete(np.asarray(terms.l1).ravel(), b * 7 + n)).all()
@@ -240,17 +348,19 @@ def test_logits_of_all_rows_never_exist():
                     visit(inner)
 
         given = placed(args) if chunk else args
-        visit(jax.make_jaxpr(lambda args: _with_grads(args, chunk, CE, L1))(given))
+        visit(jax.make_jaxpr(lambda args: _with_grads(args, chunk, CE, L1, KL))(given))
         return max(sizes)
 
     assert largest(None) >= BATCH * 32 * VOCAB
     assert largest(16) <= BATCH * 32 * HIDDEN
 
 
-@pytest.mark.parametrize("latent", [True, False])
-def test_sharding_does_not_matter(latent):
+@pytest.mark.parametrize(
+    "latent, kept", [(True, None), (False, None), (True, KEPT)], ids=["whole", "bare", "pruned"]
+)
+def test_sharding_does_not_matter(latent, kept):
     """Batch over fsdp, vocabulary over tp: the same numbers, and gradients placed like operands."""
-    args = operands(7, latent)
+    args = operands(7, latent, kept=kept)
     want = with_grads(args, chunk=12)
     with jax.set_mesh(make_mesh(4, 2)):
         got = with_grads(args, chunk=12)

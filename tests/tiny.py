@@ -175,7 +175,7 @@ def mapping(target: Path, prompts: Path, changes: Mapping[str, Any] | None = Non
     }
     for name, value in (changes or {}).items():
         group, _, field = name.rpartition(".")
-        (fields[group] if group else fields)[field] = value
+        (fields.setdefault(group, {}) if group else fields)[field] = value
     return fields
 
 

@@ -45,11 +45,18 @@ def make_shape(rope=DEFAULT_ROPE, **options) -> DrafterShape:
 
 
 def random_weights(shape: DrafterShape, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights large enough for every part to matter, unlike those of a fresh drafter."""
+    """Weights large enough for every part to matter, unlike those of a fresh drafter.
+
+    The ids of a pruned vocabulary are drawn as well, ascending.
+    """
     rng = np.random.default_rng(seed)
     arrays = named(jax.eval_shape(lambda: Drafter(shape, rngs=nnx.Rngs(0))))
     weights = {}
     for name, array in arrays.items():
+        if name == "draft_ids":
+            ids = rng.choice(shape.vocab_size, shape.draft_vocab, replace=False)
+            weights[name] = np.sort(ids).astype(np.int32)
+            continue
         noise = rng.standard_normal(array.shape)
         weights[name] = np.float32(1 + 0.2 * noise if "norm" in name else 0.3 * noise)
     return weights
@@ -110,8 +117,8 @@ def packed_rows() -> list[Row]:
     ]
 
 
-def make_batch(rows: list[Row], micro: int = 1, numbers=None) -> Batch:
-    """M micro-batches of the rows, on the current mesh."""
+def make_batch(rows: list[Row], micro: int = 1, numbers=None, pruned: bool = False) -> Batch:
+    """M micro-batches of the rows, on the current mesh; `pruned` as a pruned drafter needs them."""
 
     def put(arrays) -> jax.Array:
         x = np.stack(arrays)
@@ -121,6 +128,11 @@ def make_batch(rows: list[Row], micro: int = 1, numbers=None) -> Batch:
     numbers = np.arange(len(rows)) if numbers is None else np.asarray(numbers)
     fields = ("tokens", "loss_mask", "documents", "positions", "taps", "last_hidden")
     values = {name: put([getattr(row, name) for row in rows]) for name in fields}
+    if pruned:
+        logits = [row.last_hidden.astype(np.float64) @ head_arrays()[1].T for row in rows]
+        sums = [np.log(np.exp(z).sum(-1)).astype(np.float32) for z in logits]
+        values["teacher_lse"] = put(sums)
+        values["teacher_best"] = put([z.argmax(-1).astype(np.int32) for z in logits])
     return Batch(rows=put(list(numbers.astype(np.int32))), **values)
 
 

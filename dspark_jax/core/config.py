@@ -10,6 +10,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from ml_collections import config_dict
+
 from dspark_jax.core.errors import UserError
 
 MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
@@ -67,6 +69,8 @@ class DrafterConfig:
       sample_from_anchor: True = slot k proposes the token at anchor+k+1 (DSpark), False = fill-in,
         slot k proposes anchor+k and slot 0 nothing (original DFlash). One flag for labels,
         previous tokens, decay, decoding and export.
+      vocab_size: tokens it can propose: the most frequent ones of the training data's responses,
+        chosen when training begins and kept with the weights; 0 = the target's whole vocabulary.
       intermediate_size, num_heads, num_kv_heads, head_dim: 0 = the target's.
       init: "normal" = N(0, 0.02) everywhere (DeepSpec); "target" = layers and final norm start as
         the target's last ones (models/warm_start.py): much further in a short run.
@@ -83,6 +87,7 @@ class DrafterConfig:
     confidence_with_markov: bool = True
     confidence_detach: bool = False
     sample_from_anchor: bool = True
+    vocab_size: int = 0
     intermediate_size: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0
@@ -113,10 +118,19 @@ class DrafterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Weights of the three terms and the decay over slots (algorithm: paper section 3.3)."""
+    """Weights of the terms and the decay over slots (algorithm: paper section 3.3).
+
+    Attributes:
+      ce: cross-entropy of the data's token.
+      l1: sum |p_d - p_t|, twice the total variation.
+      kl: KL(p_t || p_d), not in the paper: for data too short to show what else could follow.
+      confidence: binary cross-entropy of the confidence head.
+      decay: slot k weighs exp(-k / decay).
+    """
 
     ce: float = 0.1
     l1: float = 0.9
+    kl: float = 0.0
     confidence: float = 1.0
     decay: float = 4.0
 
@@ -237,6 +251,21 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{name}={value!r}: must be {hint.__name__}, is {type(value).__name__}")
     return value
+
+
+def default_config() -> config_dict.ConfigDict:
+    """What a config file starts from: every field that has a default, so all can be overridden."""
+    return config_dict.ConfigDict(_defaults(RunConfig))
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    hints, values = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            values[field.name] = _defaults(hints[field.name])
+        elif field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
+    return values
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

@@ -53,10 +53,12 @@ def split(documents: Sequence[Row], fraction: float) -> tuple[list[Row], list[Ro
 
 
 def pack(documents: Sequence[Row], length: int) -> PackedRows:
-    """Packs documents into rows of `length` tokens, longest first into the first row with room.
+    """Packs documents into rows of `length` tokens, each into the first row that has room.
 
-    Longer documents are cut, ids and mask alike. A document without two adjacent supervised
-    tokens can hold no anchor and is dropped. Both are counted.
+    They come in the order of a hash of their ids: sorted by length they would lie apart by kind,
+    and a batch of few rows would hold one kind only. Longer documents are cut, ids and mask alike.
+    A document without two adjacent supervised tokens can hold no anchor and is dropped. Both are
+    counted.
     """
     kept, dropped, truncated = [], 0, 0
     for row in documents:
@@ -71,7 +73,7 @@ def pack(documents: Sequence[Row], length: int) -> PackedRows:
             f"data: no document has two adjacent supervised tokens within {length} tokens; raise "
             "--config.data.sequence_length"
         )
-    kept.sort(key=lambda row: (-min(len(row.ids), length), row.id))
+    kept.sort(key=lambda row: hashlib.sha256(f"pack {row.id}".encode()).digest())
     bins: list[list[Row]] = []
     room: list[int] = []
     for row in kept:

@@ -31,7 +31,7 @@ class RoundCosts:
 
     plain_step_seconds: float  # the target runs one token and the next is sampled
     draft_backbone_seconds: float  # one pass over the slots of the block
-    draft_head_seconds: float  # the target's LM head on the proposing slots
+    draft_head_seconds: float  # the LM head (its rows that the drafter uses) on the proposing slots
     draft_chain_seconds: float  # Markov bias and a draw, slot after slot
     verify_seconds: float  # the target runs anchor and drafts; accept or reject
     extend_seconds: float  # taps of anchor and drafts into the drafter's context
@@ -82,7 +82,7 @@ def round_costs(
     state = begin(target, drafter, prompts, lengths, params, *limits, max_new=proposals + 2)
     taps = np.zeros((batch, proposals + 1, len(drafter.config.target_layer_ids), size), np.float32)
     taps = place(taps, "batch", None, None, None).astype(jnp.dtype(target.config.dtype))
-    head = target.head
+    head = jax.jit(lambda drafter, head: drafter.head(head))(drafter, target.head)
     hidden = _backbone(drafter, head, state.anchor, state.draft_cache)
     base = _base_logits(head, hidden)
     drafts, probs = _chain(drafter, base, hidden, state.anchor, lengths, params)
@@ -106,7 +106,7 @@ def round_costs(
         "draft_chain": lambda s: (s, _chain(drafter, base, hidden, s.anchor, lengths, params)),
         "verify": check,
         "extend": extend,
-        "round": lambda s: (_round(target, drafter, s, params, *limits), 0),
+        "round": lambda s: (_round(target, drafter, head, s, params, *limits), 0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(repeats + 1):
@@ -159,7 +159,8 @@ def _chain(drafter: Drafter, base, hidden, anchor, lengths, params: SamplingPara
         if drafter.config.markov_rank:
             logits, state = drafter.markov.biased(logits, prev, hidden, state)
         token, probs = sample(logits, params, key)
-        return (token, state), (token, None if params.greedy else probs)
+        token = drafter.to_target(token)
+        return (token, state), (token, None if params.greedy else drafter.scatter(probs))
 
     state = drafter.markov.state(anchor.shape[0]) if drafter.config.markov_rank else None
     by_slot = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (base, hidden, keys))
@@ -186,8 +187,8 @@ def _extend(drafter: Drafter, cache: KVCache, taps: jax.Array) -> KVCache:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def _round(target: Target, drafter: Drafter, state: RoundState, params, stop_ids, max_tokens):
-    after = speculative_round(target, drafter, state, params, stop_ids, max_tokens)
+def _round(target: Target, drafter: Drafter, head, state: RoundState, params, stop_ids, max_tokens):
+    after = speculative_round(target, drafter, head, state, params, stop_ids, max_tokens)
     return dataclasses.replace(
         after,
         target_cache=_rewound(after.target_cache, state.target_cache),

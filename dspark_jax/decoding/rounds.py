@@ -114,7 +114,12 @@ def start(
 def propose(
     drafter: Drafter, head: TargetHead, anchor: jax.Array, cache: KVCache, params: SamplingParams
 ) -> Draft:
-    """One parallel backbone pass, then left to right with the sequential head."""
+    """One parallel backbone pass, then left to right with the sequential head.
+
+    Args:
+      head: `drafter.head` of the target's.
+      anchor: i32[B], the token at cache.length.
+    """
     first = drafter.config.block_size - drafter.config.num_proposals  # 1 in fill-in mode
     hidden = drafter.draft_hidden(head, anchor, cache)[:, first:]
     base = _whole_vocabulary(head.logits(hidden))
@@ -131,7 +136,8 @@ def propose(
         if drafter.config.markov_rank:
             logits, state = drafter.markov.biased(logits, prev, hidden, state)
         token, probs = sample(logits, params, key)
-        return (token, state), (token, prev, None if params.greedy else probs)
+        token = drafter.to_target(token)
+        return (token, state), (token, prev, None if params.greedy else drafter.scatter(probs))
 
     state = None
     if drafter.config.markov_rank:
@@ -149,16 +155,20 @@ def propose(
 def speculative_round(
     target: Target,
     drafter: Drafter,
+    head: TargetHead,
     state: RoundState,
     params: SamplingParams,
     stop_ids: jax.Array,
     max_tokens: jax.Array,
 ) -> RoundState:
-    """Draft, verify, commit. Finished rows run along and change nothing."""
+    """Draft, verify, commit. Finished rows run along and change nothing.
+
+    `head` is drafter.head(target.head), which the caller takes once for all rounds.
+    """
     anchor_at = state.target_cache.length
 
     # 1. Draft.
-    draft = propose(drafter, target.head, state.anchor, state.draft_cache, params)
+    draft = propose(drafter, head, state.anchor, state.draft_cache, params)
 
     # 2. The target runs [anchor, drafts] in one pass.
     block = jnp.concatenate([state.anchor[:, None], draft.tokens], axis=1)
@@ -213,11 +223,13 @@ def generate_speculative(
     """
     state = start(target, drafter, prompts, lengths, params, stop_ids, max_tokens, max_new=max_new)
 
+    head = drafter.head(target.head)
+
     def going(state: RoundState) -> jax.Array:
         return jnp.any(state.out.reason == Reason.RUNNING)
 
     def body(state: RoundState) -> RoundState:
-        return speculative_round(target, drafter, state, params, stop_ids, max_tokens)
+        return speculative_round(target, drafter, head, state, params, stop_ids, max_tokens)
 
     state = jax.lax.while_loop(going, body, state)
     out = dataclasses.replace(state.out, tokens=state.out.tokens[:, :max_new])

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.core.sharding import place
+from dspark_jax.core.sharding import place, spec
 from dspark_jax.data.batches import PackedRows, batch_rows
 from dspark_jax.features.source import Batch
-from dspark_jax.models.target import Target
+from dspark_jax.models.target import Target, TargetHead
 
 
-@functools.partial(jax.jit, static_argnames="taps")
+@functools.partial(jax.jit, static_argnames=("taps", "whole"))
 def add_features(
     target: Target,
     tokens: jax.Array,
@@ -22,16 +22,42 @@ def add_features(
     rows: jax.Array,
     *,
     taps: tuple[int, ...],
+    whole: bool = False,
 ) -> Batch:
-    """Runs the target over M micro-batches of packed rows, one at a time."""
+    """Runs the target over M micro-batches of packed rows, one at a time.
+
+    Args:
+      whole: also what a drafter of a pruned vocabulary has to know of the target's whole one.
+    """
 
     def run(micro):
         ids, document, position = micro
         output = target(ids, taps=taps, documents=document, positions=position)
-        return output.taps, output.hidden
+        summary = _whole_vocabulary(target.head, output.hidden) if whole else (None, None)
+        return output.taps, output.hidden, *summary
 
-    tapped, hidden = jax.lax.map(run, (tokens, documents, positions))
-    return Batch(tokens, loss_mask, documents, positions, rows, tapped, hidden)
+    features = jax.lax.map(run, (tokens, documents, positions))
+    return Batch(tokens, loss_mask, documents, positions, rows, *features)
+
+
+def _whole_vocabulary(
+    head: TargetHead, hidden: jax.Array, positions: int = 128
+) -> tuple[jax.Array, jax.Array]:
+    """Log-sum-exp f32[B, S] and arg-max i32[B, S] of the logits, a few positions at a time."""
+    batch, length, size = hidden.shape
+    chunk = next(n for n in range(min(positions, length), 0, -1) if length % n == 0)
+    chunks = jnp.moveaxis(hidden.reshape(batch, length // chunk, chunk, size), 1, 0)
+
+    def one(hidden):
+        logits = head.logits(hidden)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jax.nn.logsumexp(logits, axis=-1), best
+
+    out = spec("batch", None)
+    return tuple(
+        jax.lax.reshape(jnp.moveaxis(x, 0, 1), (batch, length), out_sharding=out)
+        for x in jax.lax.map(one, chunks)
+    )
 
 
 class LocalSource:
@@ -53,6 +79,7 @@ class LocalSource:
         seed: int,
         validation_rows: int,
         cache_bytes: int = 0,
+        whole_vocabulary: bool = False,
     ):
         self._target = target
         self._taps = taps
@@ -63,6 +90,7 @@ class LocalSource:
         self._seed = seed
         self._validation_rows = min(validation_rows, len(validation))
         self._memory = _Memory(cache_bytes)
+        self._whole = whole_vocabulary
         self._validation_batches: list[Batch] = []  # kept only if training rows are
 
     @property
@@ -79,7 +107,7 @@ class LocalSource:
         """The batch of an optimizer step."""
         rows = self._rows(step)
         if (kept := self._memory.get(rows)) is not None:
-            return self._remembered(rows, *kept)
+            return self._remembered(rows, kept)
         batch = self._features(self._train, rows, self._accumulation)
         self._memory.put(rows, batch)
         return batch
@@ -121,7 +149,7 @@ class LocalSource:
             self._validation_batches = batches
         return batches
 
-    def _remembered(self, rows: np.ndarray, taps: np.ndarray, hidden: np.ndarray) -> Batch:
+    def _remembered(self, rows: np.ndarray, features: tuple[np.ndarray, ...]) -> Batch:
         packed, put = self._train, functools.partial(_placed, micro=self._accumulation)
         return Batch(
             put(packed.tokens[rows]),
@@ -129,8 +157,7 @@ class LocalSource:
             put(packed.documents[rows]),
             put(packed.positions[rows]),
             put(rows.astype(np.int32)),
-            put(taps),
-            put(hidden),
+            *map(put, features),
         )
 
     def _features(self, packed: PackedRows, rows: np.ndarray, micro: int, pad_to: int = 0) -> Batch:
@@ -148,6 +175,7 @@ class LocalSource:
             put(packed.positions[chosen]),
             put(chosen.astype(np.int32)),
             taps=self._taps,
+            whole=self._whole,
         )
 
 
@@ -167,7 +195,7 @@ class _Memory:
     def __init__(self, limit: int):
         self._limit = limit
         self._used = 0
-        self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._rows: dict[int, tuple[np.ndarray, ...]] = {}
         self._fresh: tuple[np.ndarray, Batch] | None = None
 
     @property
@@ -180,24 +208,23 @@ class _Memory:
         if self._limit:
             self._fresh = (rows, batch)
 
-    def get(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Taps and last hidden of the rows, if all are there."""
+    def get(self, rows: np.ndarray) -> tuple[np.ndarray, ...] | None:
+        """The features of the rows, as `Batch` names them, if all are there."""
         if self._fresh is not None:
             self._take(*self._fresh)
             self._fresh = None
         if not all(int(row) in self._rows for row in rows):
             return None
-        kept = [self._rows[int(row)] for row in rows]
-        return np.stack([taps for taps, _ in kept]), np.stack([hidden for _, hidden in kept])
+        return tuple(np.stack(parts) for parts in zip(*(self._rows[int(row)] for row in rows)))
 
     def _take(self, rows: np.ndarray, batch: Batch) -> None:
-        taps, hidden = np.asarray(batch.taps), np.asarray(batch.last_hidden)
-        taps = taps.reshape(-1, *taps.shape[2:])
-        hidden = hidden.reshape(-1, *hidden.shape[2:])
+        features = (batch.taps, batch.last_hidden, batch.teacher_lse, batch.teacher_best)
+        arrays = [np.asarray(x) for x in features if x is not None]
+        arrays = [x.reshape(-1, *x.shape[2:]) for x in arrays]
         for index, row in enumerate(rows):
-            size = taps[index].nbytes + hidden[index].nbytes
+            size = sum(x[index].nbytes for x in arrays)
             if int(row) not in self._rows and self._used + size <= self._limit:
-                self._rows[int(row)] = (taps[index].copy(), hidden[index].copy())
+                self._rows[int(row)] = tuple(x[index].copy() for x in arrays)
                 self._used += size
 
 

@@ -21,6 +21,10 @@ class Batch:
     rows: jax.Array  # i32[M, B], global row number of the data order: names a row, seeds anchors
     taps: jax.Array  # [M, B, S, L, D] raw outputs of the tapped layers
     last_hidden: jax.Array  # [M, B, S, D], after the target's final norm
+    # Of the target's distribution for the token after j, over its whole vocabulary; None where the
+    # drafter shares it, and its loss then sees both.
+    teacher_lse: jax.Array | None = None  # f32[M, B, S], log-sum-exp of the logits
+    teacher_best: jax.Array | None = None  # i32[M, B, S], the most probable token
 
 
 class FeatureSource(Protocol):

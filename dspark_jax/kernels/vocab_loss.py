@@ -4,11 +4,15 @@
 
     z = hidden @ head.T + latent @ w2.T            # drafter's logits
     p = softmax(teacher @ head.T); q = softmax(z)
-    ce = logsumexp(z) - z[label]; l1 = sum(abs(q - p))
-    loss = sum(weight * (ce_weight * ce + l1_weight * l1))
+    ce = logsumexp(z) - z[label]; l1 = sum(abs(q - p)); kl = sum(p * log(p / q))
+    loss = sum(weight * (ce_weight * ce + l1_weight * l1 + kl_weight * kl))
 
 The gradient of a row needs only that row's logits, so it is computed together with the loss while
 they exist: a scan over chunks keeps [B, chunk, V] and nothing is computed twice.
+
+With a pruned vocabulary `head` has the V_d rows that the drafter can propose and p is the target's
+distribution over all V tokens: what it puts outside is out of reach, counts as lost in l1 and so
+in the acceptance 1 - l1 / 2, and a label there has no cross-entropy.
 """
 
 import dataclasses
@@ -27,24 +31,53 @@ class VocabTerms:
 
     ce: jax.Array  # f32[B, N]
     l1: jax.Array  # f32[B, N], sum |q - p|: twice the total variation
+    kl: jax.Array  # f32[B, N], the part of KL(p || q) within the drafter's vocabulary
     match: jax.Array  # f32[B, N], 1 where both arg-maxima agree
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """The target's distribution for each row's token.
+
+    For a pruned vocabulary the last two are given, of the whole vocabulary; else they are None.
+    """
+
+    hidden: jax.Array  # [B, N, D], frozen
+    lse: jax.Array | None = None  # f32[B, N], log-sum-exp of its logits
+    best: jax.Array | None = None  # i32[B, N], its arg-max as a draft id, -1 if it has none
+
+
 def vocab_loss_reference(
-    hidden, latent, w2, head, teacher, labels, weights, *, ce_weight: float, l1_weight: float
+    hidden,
+    latent,
+    w2,
+    head,
+    teacher: Teacher,
+    labels,
+    weights,
+    *,
+    ce_weight: float,
+    l1_weight: float,
+    kl_weight: float = 0.0,
 ) -> tuple[jax.Array, VocabTerms]:
     """The same in plain jnp with all logits in memory; differentiable by jax.grad."""
     z = jnp.einsum("bnd,vd->bnv", hidden, head, preferred_element_type=jnp.float32)
     if latent is not None:
         z = z + jnp.einsum("bnr,vr->bnv", latent, w2, preferred_element_type=jnp.float32)
-    zt = jnp.einsum("bnd,vd->bnv", teacher, head, preferred_element_type=jnp.float32)
-    p, q = jax.nn.softmax(zt), jax.nn.softmax(z)
-    own = jnp.take_along_axis(z, labels[..., None], axis=-1)[..., 0]
-    ce = jax.nn.logsumexp(z, axis=-1) - own
-    l1 = jnp.abs(q - p).sum(-1)
-    match = (z.argmax(-1) == zt.argmax(-1)).astype(jnp.float32)
-    loss = jnp.sum(weights * (ce_weight * ce + l1_weight * l1))
-    return loss, jax.lax.stop_gradient(VocabTerms(ce, l1, match))
+    zt = jnp.einsum("bnd,vd->bnv", teacher.hidden, head, preferred_element_type=jnp.float32)
+    lse = jax.nn.logsumexp(zt, axis=-1) if teacher.lse is None else teacher.lse
+    best = zt.argmax(-1) if teacher.best is None else teacher.best
+    log_p, log_q = zt - lse[..., None], jax.nn.log_softmax(z)
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    own = jnp.take_along_axis(z, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    ce = jnp.where(labels < 0, 0.0, jax.nn.logsumexp(z, axis=-1) - own)
+    outside = jnp.maximum(1 - p.sum(-1), 0.0) if teacher.lse is not None else 0.0
+    l1 = jnp.abs(q - p).sum(-1) + outside
+    kl = jnp.sum(p * (log_p - log_q), axis=-1)
+    match = (z.argmax(-1) == best).astype(jnp.float32)
+    loss = jnp.sum(weights * (ce_weight * ce + l1_weight * l1 + kl_weight * kl))
+    return loss, jax.lax.stop_gradient(VocabTerms(ce, l1, kl, match))
 
 
 def vocab_loss(
@@ -52,21 +85,23 @@ def vocab_loss(
     latent: jax.Array | None,
     w2: jax.Array | None,
     head: jax.Array,
-    teacher: jax.Array,
+    teacher: Teacher,
     labels: jax.Array,
     weights: jax.Array,
     *,
     ce_weight: float,
     l1_weight: float,
+    kl_weight: float = 0.0,
     chunk: int = 256,
 ) -> tuple[jax.Array, VocabTerms]:
     """Weighted loss of N rows per batch entry, and the terms of each row.
 
     Args:
-      hidden: [B, N, D] the drafter's final hidden; latent: f32[B, N, R] or None; w2: f32[V, R].
-      head: [V, D], frozen; teacher: [B, N, D] target hidden that predicts the label, frozen.
-      labels: i32[B, N]; weights: f32[B, N], 0 = the row has no influence, whatever it holds.
-      ce_weight, l1_weight: weights of the two terms.
+      hidden: [B, N, D] the drafter's final hidden; latent: f32[B, N, R] or None; w2: f32[V_d, R].
+      head: [V_d, D], frozen; teacher: what the target says of the same tokens.
+      labels: i32[B, N] draft ids, -1 = the data's token is none; weights: f32[B, N], 0 = the row
+        has no influence, whatever it holds.
+      ce_weight, l1_weight, kl_weight: weights of the terms.
       chunk: about so many rows have logits at a time.
 
     Returns:
@@ -74,9 +109,10 @@ def vocab_loss(
     """
     live = weights[..., None] > 0
     hidden = jnp.where(live, hidden, 0)
-    teacher = jnp.where(live, teacher, 0)
+    lse = None if teacher.lse is None else jnp.where(live[..., 0], teacher.lse, 0)
+    teacher = Teacher(jnp.where(live, teacher.hidden, 0), lse, teacher.best)
     latent = None if latent is None else jnp.where(live, latent, 0)
-    options = (ce_weight, l1_weight, chunk)
+    options = (ce_weight, l1_weight, kl_weight, chunk)
     return _loss(hidden, latent, w2, head, teacher, labels, weights, options)
 
 
@@ -101,7 +137,7 @@ _loss.defvjp(_forward, _backward)
 
 
 def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grads):
-    ce_weight, l1_weight, chunk = options
+    ce_weight, l1_weight, kl_weight, chunk = options
     batch, rows, _ = hidden.shape
     size = max(min(chunk // batch, rows), 1)
     count = -(-rows // size)
@@ -116,6 +152,8 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
     def body(carry, xs):
         loss, d_w2 = carry
         h, e, t, label, weight = xs
+        known = label >= 0
+        label = jnp.maximum(label, 0)
         vocab_out = (*flat, "vocab")
         f32 = {"preferred_element_type": jnp.float32}
         z = einsum("bnd,vd->bnv", h, head_c, out=vocab_out, **f32)
@@ -124,38 +162,58 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
             z = z + einsum("bnr,vr->bnv", e, w2, out=vocab_out, **f32)
             rows_w2 = gather_rows(w2, label, ("batch", None, None))
             own = own + jnp.einsum("bnr,bnr->bn", e, rows_w2)
-        zt = einsum("bnd,vd->bnv", t, head_c, out=vocab_out, **f32)
-        top, top_t = z.max(-1, keepdims=True), zt.max(-1, keepdims=True)
-        q, p = jnp.exp(z - top), jnp.exp(zt - top_t)
-        total, total_t = q.sum(-1, keepdims=True), p.sum(-1, keepdims=True)
-        q, p = q / total, p / total_t
-        ce = (top + jnp.log(total))[..., 0] - own
+        zt = einsum("bnd,vd->bnv", t.hidden, head_c, out=vocab_out, **f32)
+        top = z.max(-1, keepdims=True)
+        q = jnp.exp(z - top)
+        total = q.sum(-1, keepdims=True)
+        q, lse = q / total, (top + jnp.log(total))[..., 0]
+        if t.lse is None:
+            top_t = zt.max(-1, keepdims=True)
+            p = jnp.exp(zt - top_t)
+            total_t = p.sum(-1, keepdims=True)
+            p, lse_t, within = p / total_t, (top_t + jnp.log(total_t))[..., 0], 1.0
+            best = zt == top_t
+        else:
+            best = jnp.arange(z.shape[-1]) == t.best[..., None]
+            lse_t = t.lse
+            p = jnp.exp(zt - lse_t[..., None])
+            within = p.sum(-1)  # of the target's distribution, this much can be drafted
+        ce = jnp.where(known, lse - own, 0.0)
+        kl = jnp.zeros_like(ce)
+        if kl_weight:
+            kl = jnp.sum(p * (zt - z), axis=-1) + within * (lse - lse_t)
         over = q > p
         over_q, over_p = jnp.where(over, q, 0.0).sum(-1), jnp.where(over, p, 0.0).sum(-1)
-        l1 = 2 * (over_q - over_p)  # both sum to 1, so the excess above equals the one below
-        l1 = jnp.where((total * total_t)[..., 0] > 0, l1, jnp.nan)  # comparisons hide a NaN
+        # Over all V tokens both sum to 1, so the excess above equals the one below, and above
+        # there are only tokens that the drafter can propose.
+        l1 = 2 * (over_q - over_p)
+        sound = (total[..., 0] > 0) & ~jnp.isnan(lse_t)
+        l1 = jnp.where(sound, l1, jnp.nan)  # comparisons hide a NaN
         # The drafter's logit where the target's is largest, against the drafter's largest.
-        at_target = jnp.where(zt == top_t, z, -jnp.inf).max(-1)
-        match = (at_target >= top[..., 0]).astype(jnp.float32)
-        loss = loss + jnp.sum(weight * (ce_weight * ce + l1_weight * l1))
+        match = (jnp.where(best, z, -jnp.inf).max(-1) >= top[..., 0]).astype(jnp.float32)
+        terms = ce_weight * ce + l1_weight * l1 + kl_weight * kl
+        loss = loss + jnp.sum(weight * terms)
         if not with_grads:
-            return (loss, d_w2), ((ce, l1, match), None)
+            return (loss, d_w2), ((ce, l1, kl, match), None)
         # d l1 / dz_v = q_v (s_v - sum_u q_u s_u), s = sign(q - p), sum_u q_u s_u = 2 over_q - 1
-        w = weight[..., None]
+        w, hit = weight[..., None], jnp.where(known, ce_weight * weight, 0.0)[..., None]
         mean_sign = 2 * over_q[..., None] - 1
-        d_z = q * w * (ce_weight + l1_weight * (jnp.where(over, 1.0, -1.0) - mean_sign))
+        d_z = q * (hit + w * l1_weight * (jnp.where(over, 1.0, -1.0) - mean_sign))
+        if kl_weight:
+            share = within[..., None] if t.lse is not None else within
+            d_z = d_z + w * kl_weight * (share * q - p)
         d_z = d_z.astype(h.dtype)
         d_h = einsum("bnv,vd->bnd", d_z, head_c, out=(*flat, None), **f32)
-        d_h = d_h - ce_weight * w * gather_rows(head_c, label, ("batch", None, None))
+        d_h = d_h - hit * gather_rows(head_c, label, ("batch", None, None))
         d_e = None
         if e is not None:
             d_e = einsum("bnv,vr->bnr", d_z, w2.astype(h.dtype), out=(*flat, None), **f32)
-            d_e = d_e - ce_weight * w * rows_w2
+            d_e = d_e - hit * rows_w2
             d_w2 = d_w2 + einsum("bnv,bnr->vr", d_z, e.astype(h.dtype), out=("vocab", None), **f32)
-            flat_e = (-ce_weight * w * e).reshape(-1, e.shape[-1])
+            flat_e = (-hit * e).reshape(-1, e.shape[-1])
             d_w2 = _add_rows(d_w2, label.reshape(-1), flat_e)
             d_e = d_e.astype(e.dtype)
-        return (loss, d_w2), ((ce, l1, match), (d_h.astype(h.dtype), d_e))
+        return (loss, d_w2), ((ce, l1, kl, match), (d_h.astype(h.dtype), d_e))
 
     start = None
     if latent is not None and with_grads:

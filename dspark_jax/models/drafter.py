@@ -13,7 +13,7 @@ from flax import nnx
 
 from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.sharding import einsum, param, spec
+from dspark_jax.core.sharding import einsum, gather_rows, param, spec
 from dspark_jax.models.cache import KVCache, LayerCache, write
 from dspark_jax.models.heads import ConfidenceHead, MarkovHead
 from dspark_jax.models.layers import Attention, Mlp, RopeConfig, rms_norm, rope_angles
@@ -49,6 +49,11 @@ class DrafterShape:
                 f"drafter.mask_token_id={config.mask_token_id} has no row in the target's "
                 f"embedding ({target.vocab_size} rows): choose an unused id below that"
             )
+        if not 0 <= config.vocab_size <= target.vocab_size:
+            raise UserError(
+                f"drafter.vocab_size={config.vocab_size}: the target's vocabulary has "
+                f"{target.vocab_size} tokens; use 0 for all of them"
+            )
         shape = cls(
             config=config,
             hidden_size=target.hidden_size,
@@ -68,6 +73,16 @@ class DrafterShape:
                 f"drafter.num_kv_heads={shape.num_kv_heads}"
             )
         return shape
+
+    @property
+    def draft_vocab(self) -> int:
+        """V_d, the tokens it can propose."""
+        return self.config.vocab_size or self.vocab_size
+
+    @property
+    def pruned(self) -> bool:
+        """Whether it proposes less than the target's vocabulary."""
+        return self.draft_vocab < self.vocab_size
 
 
 def attend_blocks(
@@ -142,7 +157,12 @@ class DraftLayer(nnx.Module):
 
 
 class Drafter(nnx.Module):
-    """Only what is trained; embedding and LM head are the target's and come as arguments."""
+    """Only what is trained; embedding and LM head are the target's and come as arguments.
+
+    With a pruned vocabulary it also holds `draft_ids` i32[V_d], the target id of each draft id,
+    ascending. Draft ids live between its logits and the token drafted, nowhere else: everything
+    that it is given or returns (anchors, previous tokens, drafts) is in target ids.
+    """
 
     def __init__(self, shape: DrafterShape, *, rngs: nnx.Rngs):
         config, d = shape.config, shape.hidden_size
@@ -159,8 +179,16 @@ class Drafter(nnx.Module):
         rank = config.markov_rank
         if rank:
             self.markov = MarkovHead(
-                config.markov_head, shape.vocab_size, rank, d, init=init, rngs=rngs
+                config.markov_head,
+                shape.vocab_size,
+                rank,
+                d,
+                draft_vocab=shape.draft_vocab,
+                init=init,
+                rngs=rngs,
             )
+        if shape.pruned:
+            self.draft_ids = nnx.Variable(jnp.arange(shape.draft_vocab, dtype=jnp.int32))
         if config.confidence_head:
             seen = rank if config.confidence_with_markov else 0
             self.confidence = ConfidenceHead(d, seen, init=init, rngs=rngs)
@@ -174,6 +202,40 @@ class Drafter(nnx.Module):
     def dtype(self):
         """Compute dtype; parameters are float32."""
         return jnp.dtype(self.config.dtype)
+
+    def head(self, target: TargetHead) -> TargetHead:
+        """The target's embedding and the rows of its LM head that this drafter can propose.
+
+        A copy of the rows where the vocabulary is pruned: take it once, outside of loops.
+        """
+        if not self.shape.pruned:
+            return target
+        rows = target.weight.at[self.draft_ids[...]].get(out_sharding=spec("vocab", "embed"))
+        return TargetHead(target.embed, rows)
+
+    def to_target(self, draft: jax.Array) -> jax.Array:
+        """Draft ids i32[B, ...] as target ids."""
+        if not self.shape.pruned:
+            return draft
+        return gather_rows(self.draft_ids[...], draft, ("batch", *[None] * (draft.ndim - 1)))
+
+    def to_draft(self, tokens: jax.Array) -> jax.Array:
+        """Target ids i32[B, ...] as draft ids, -1 for those it cannot propose."""
+        if not self.shape.pruned:
+            return tokens
+        ids = self.draft_ids[...]
+        table = jnp.full(self.shape.vocab_size, -1, jnp.int32)
+        table = table.at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
+        return gather_rows(table, tokens, ("batch", *[None] * (tokens.ndim - 1)))
+
+    def scatter(self, probs: jax.Array) -> jax.Array:
+        """Probabilities f32[B, ..., V_d] over target ids, f32[B, ..., V]; 0 where it cannot go."""
+        if not self.shape.pruned:
+            return probs
+        *leading, _ = probs.shape
+        axes = ("batch", *[None] * len(leading))
+        whole = jnp.zeros((*leading, self.shape.vocab_size), probs.dtype, out_sharding=spec(*axes))
+        return whole.at[..., self.draft_ids[...]].set(probs, out_sharding=spec(*axes))
 
     def context(self, taps: jax.Array, positions: jax.Array) -> tuple[LayerCache, ...]:
         """Keys and values of context tokens for every layer, projected once per token.

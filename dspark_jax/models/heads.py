@@ -15,11 +15,22 @@ from dspark_jax.kernels.markov_bias import latent_bias, markov_bias
 class MarkovHead(nnx.Module):
     """vanilla, gated or rnn. W1 is indexed by target ids, W2's rows are draft ids."""
 
-    def __init__(self, kind: str, vocab: int, rank: int, hidden: int, *, init, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        kind: str,
+        vocab: int,
+        rank: int,
+        hidden: int,
+        *,
+        draft_vocab: int = 0,
+        init,
+        rngs: nnx.Rngs,
+    ):
         zeros = nnx.initializers.zeros
         self.kind = kind
         self.w1 = param(init, rngs, (vocab, rank), (None, "embed"), jnp.float32)
-        self.w2 = param(init, rngs, (vocab, rank), ("vocab", "embed"), jnp.float32)
+        table = (draft_vocab or vocab, rank)
+        self.w2 = param(init, rngs, table, ("vocab", "embed"), jnp.float32)
         if kind == "gated":  # input [h ; e]
             self.gate = param(init, rngs, (rank, hidden + rank), (None, None), jnp.float32)
             self.gate_bias = param(zeros, rngs, (rank,), (None,), jnp.float32)
@@ -68,7 +79,7 @@ class MarkovHead(nnx.Module):
         """Logits of one slot with its bias, and the next state.
 
         Args:
-          logits: f32[B, V]; prev: i32[B] target ids; hidden: [B, D]; state: f32[B, R].
+          logits: f32[B, V_d]; prev: i32[B] target ids; hidden: [B, D]; state: f32[B, R].
         """
         if self.kind == "vanilla":
             return markov_bias(logits, prev, self.w1[...], self.w2[...]), state

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dspark_jax.core.config import LossConfig
 from dspark_jax.features.source import Batch
-from dspark_jax.kernels.vocab_loss import vocab_loss
+from dspark_jax.kernels.vocab_loss import Teacher, vocab_loss
 from dspark_jax.models.drafter import Drafter
 from dspark_jax.models.target import TargetHead
 from dspark_jax.training.anchors import Blocks
@@ -21,8 +21,9 @@ class Sums:
     Per-slot arrays are f32[G] over the block's slots.
     """
 
-    ce: jax.Array  # f32[], weighted by the slot weights, like l1 and bce
+    ce: jax.Array  # f32[], weighted by the slot weights, like l1, kl and bce
     l1: jax.Array
+    kl: jax.Array
     bce: jax.Array
     weight: jax.Array  # f32[], sum of the slot weights
     slots: jax.Array  # f32[G], supervised slots
@@ -50,6 +51,7 @@ def dspark_loss(
     """Loss of one micro-batch, already divided by the weight of the whole global batch.
 
     Args:
+      head: the target's.
       batch: one micro-batch: arrays [B, S, ...] without the leading M.
       weights: f32[B, A, G]; total_weight: f32[], their sum over the global batch.
       chunk: rows whose logits exist at a time.
@@ -79,21 +81,29 @@ def dspark_loss(
         w2 = drafter.markov.w2[...]
     label_index = blocks.label_index.reshape(rows, -1)
     labels = jnp.take_along_axis(batch.tokens, label_index, axis=1)
-    teacher = take(batch.last_hidden, jnp.maximum(label_index - 1, 0))
+    before = jnp.maximum(label_index - 1, 0)
+    lse = best = None
+    if drafter.shape.pruned:
+        lse = take(batch.teacher_lse, before)
+        best = drafter.to_draft(take(batch.teacher_best, before))
+    teacher = Teacher(take(batch.last_hidden, before).astype(hidden.dtype), lse, best)
     share = (weights / jnp.maximum(total_weight, 1e-20)).reshape(rows, -1)
     loss, terms = vocab_loss(
         hidden.reshape(rows, prev.shape[1], -1),
         latent,
         w2,
-        head.weight,
-        teacher.astype(hidden.dtype),
-        labels,
+        drafter.head(head).weight,
+        teacher,
+        drafter.to_draft(labels),
         share,
         ce_weight=config.ce,
         l1_weight=config.l1,
+        kl_weight=config.kl,
         chunk=chunk,
     )
-    ce, l1, match = (x.reshape(weights.shape) for x in (terms.ce, terms.l1, terms.match))
+    ce, l1, kl, match = (
+        x.reshape(weights.shape) for x in (terms.ce, terms.l1, terms.kl, terms.match)
+    )
     accept = jnp.clip(1 - 0.5 * l1, 0.0, 1.0)  # c*, no gradient
     supervised = blocks.supervised.astype(jnp.float32)
     bce = confidence = jnp.zeros_like(accept)
@@ -104,11 +114,11 @@ def dspark_loss(
         loss = loss + config.confidence * jnp.sum(share.reshape(weights.shape) * bce)
         confidence = jax.nn.sigmoid(logits)
     return loss, jax.lax.stop_gradient(
-        _sums(ce, l1, bce, match, accept, confidence, weights, supervised, blocks)
+        _sums(ce, l1, kl, bce, match, accept, confidence, weights, supervised, blocks)
     )
 
 
-def _sums(ce, l1, bce, match, accept, confidence, weights, supervised, blocks: Blocks) -> Sums:
+def _sums(ce, l1, kl, bce, match, accept, confidence, weights, supervised, blocks) -> Sums:
     def per_slot(values: jax.Array) -> jax.Array:
         return jnp.sum(values * supervised, axis=(0, 1))
 
@@ -120,6 +130,7 @@ def _sums(ce, l1, bce, match, accept, confidence, weights, supervised, blocks: B
     return Sums(
         ce=jnp.sum(weights * ce),
         l1=jnp.sum(weights * l1),
+        kl=jnp.sum(weights * kl),
         bce=jnp.sum(weights * bce),
         weight=jnp.sum(weights),
         slots=per_slot(jnp.ones_like(accept)),

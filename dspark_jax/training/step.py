@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from dspark_jax.core.config import DrafterConfig, LossConfig, TrainConfig
+from dspark_jax.core.trees import trainable, with_tables
 from dspark_jax.features.source import Batch
 from dspark_jax.models.drafter import Drafter, DrafterShape
 from dspark_jax.models.target import Target, TargetHead
@@ -62,13 +63,24 @@ def learning_rate(config: TrainConfig, num_steps: int) -> optax.Schedule:
 
 
 def init_state(
-    key: jax.Array, target: Target, *, shape: DrafterShape, tx: optax.GradientTransformation
+    key: jax.Array,
+    target: Target,
+    draft_ids: jax.Array | None = None,
+    *,
+    shape: DrafterShape,
+    tx: optax.GradientTransformation,
 ) -> TrainState:
-    """A fresh drafter and its optimizer state; jit it to make both where they will live."""
+    """A fresh drafter and its optimizer state; jit it to make both where they will live.
+
+    Args:
+      draft_ids: i32[V_d] ascending, where the drafter's vocabulary is pruned.
+    """
     drafter = Drafter(shape, rngs=nnx.Rngs(key))
     if shape.config.init == "target":
         drafter = warm_start(drafter, target)
-    return TrainState(jnp.zeros((), jnp.int32), drafter, tx.init(drafter))
+    if shape.pruned:
+        drafter.draft_ids.set_value(draft_ids)
+    return TrainState(jnp.zeros((), jnp.int32), drafter, tx.init(trainable(drafter)))
 
 
 @functools.partial(jax.jit, static_argnames=("tx", "recipe"), donate_argnames="state")
@@ -97,31 +109,34 @@ def train_step(
     total = weights.sum()
 
     # 2. Loss and gradient: shares of micro-batches add up.
-    def share(drafter: Drafter, micro) -> tuple[jax.Array, Sums]:
+    def share(params: Drafter, micro) -> tuple[jax.Array, Sums]:
         batch, blocks, weights = micro
+        drafter = with_tables(params, state.drafter)
         return dspark_loss(drafter, head, batch, blocks, weights, total, recipe.loss, recipe.chunk)
 
     def accumulate(carry, micro):
-        (loss, sums), grads = jax.value_and_grad(share, has_aux=True)(state.drafter, micro)
+        (loss, sums), grads = jax.value_and_grad(share, has_aux=True)(params, micro)
         return jax.tree.map(jnp.add, carry, (loss, sums, grads)), None
 
+    params = trainable(state.drafter)
     first, rest = _split_first((batch, blocks, weights))
-    (loss, sums), grads = jax.value_and_grad(share, has_aux=True)(state.drafter, first)
+    (loss, sums), grads = jax.value_and_grad(share, has_aux=True)(params, first)
     (loss, sums, grads), _ = jax.lax.scan(accumulate, (loss, sums, grads), rest)
 
     # 3. Update, unless something is not finite: the caller stops and names the batch.
     taps_finite = jnp.isfinite(jnp.where((batch.documents > 0)[..., None, None], batch.taps, 0))
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = {"taps": taps_finite.all(), "loss": jnp.isfinite(loss) & jnp.isfinite(grad_norm)}
-    updates, opt_state = tx.update(grads, state.opt_state, state.drafter)
-    drafter = optax.apply_updates(state.drafter, updates)
+    updates, opt_state = tx.update(grads, state.opt_state, params)
+    new_params = optax.apply_updates(params, updates)
     sound = finite["taps"] & finite["loss"]
     useful = sound & (total > 0)  # without any supervised slot there is no decay or momentum either
-    drafter, opt_state = jax.tree.map(
+    params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(useful, new, old),
-        (drafter, opt_state),
-        (state.drafter, state.opt_state),
+        (new_params, opt_state),
+        (params, state.opt_state),
     )
+    drafter = with_tables(params, state.drafter)
     new = TrainState(state.step + sound.astype(jnp.int32), drafter, opt_state)
     return new, {"sums": sums, "loss": loss, "grad_norm": grad_norm, "finite": finite}
 
@@ -162,12 +177,13 @@ def summarize(sums: Sums, loss: LossConfig, config: DrafterConfig) -> dict[str, 
         return [float(v / max(n, 1.0)) for v, n in pairs]
 
     weight = max(float(sums.weight), 1e-20)
-    ce, l1, bce = float(sums.ce) / weight, float(sums.l1) / weight, float(sums.bce) / weight
+    ce, l1, kl, bce = (float(x) / weight for x in (sums.ce, sums.l1, sums.kl, sums.bce))
     survival, survival_match = per_slot(sums.survive), per_slot(sums.survive_match)
     return {
-        "loss": loss.ce * ce + loss.l1 * l1 + loss.confidence * bce,
+        "loss": loss.ce * ce + loss.l1 * l1 + loss.kl * kl + loss.confidence * bce,
         "loss_ce": ce,
         "loss_l1": l1,
+        **({"loss_kl": kl} if loss.kl else {}),
         "loss_confidence": bce,
         "acceptance": per_slot(sums.accept),
         "acceptance_t0": per_slot(sums.match),

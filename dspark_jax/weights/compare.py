@@ -42,6 +42,7 @@ def canonical(shape: DrafterShape) -> DrafterShape:
         confidence_with_markov=sees_markov(shape),
         confidence_detach=False,
         init="normal",
+        vocab_size=shape.draft_vocab if shape.pruned else 0,
         intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -128,7 +129,7 @@ def draft_outputs(drafter: Drafter, probe: Probe) -> tuple[jax.Array, jax.Array 
     """What a drafter answers when its own tokens are given, slot by slot as in decoding.
 
     Returns:
-      Logits f32[B, P, V] with the Markov bias, of the P slots that propose, and confidence
+      Logits f32[B, P, V_d] with the Markov bias, of the P slots that propose, and confidence
       logits f32[B, P] or None.
     """
     config, tokens = drafter.config, probe.tokens
@@ -139,7 +140,7 @@ def draft_outputs(drafter: Drafter, probe: Probe) -> tuple[jax.Array, jax.Array 
     context = drafter.context(probe.taps, positions)
     hidden = drafter.backbone(probe.head, tokens[:, :1], anchor_at, context, visible)[:, 0]
     hidden = hidden[:, config.block_size - config.num_proposals :]  # fill-in: slot 0 is silent
-    logits, rows = probe.head.logits(hidden), None
+    logits, rows = drafter.head(probe.head).logits(hidden), None
     if config.markov_rank:
         state, biased = drafter.markov.state(batch), []
         for slot in range(config.num_proposals):

@@ -104,6 +104,10 @@ def read_shape(file: DrafterFile) -> DrafterShape:
             f"{file.path}: sample_from_anchor is missing, which some readers take for true and "
             "some for false: add what the drafter was trained with"
         )
+    vocab = file.require("vocab_size", int, 1)
+    drafted = file.find("draft_vocab_size", int) or vocab
+    if drafted > vocab:
+        raise UserError(f"{file.path}: draft_vocab_size={drafted}, vocab_size={vocab}")
     config = DrafterConfig(
         target_layer_ids=_taps(file),
         mask_token_id=file.require("mask_token_id", int),
@@ -114,16 +118,14 @@ def read_shape(file: DrafterFile) -> DrafterShape:
         confidence_head=confidence,
         confidence_with_markov=with_markov,
         sample_from_anchor=anchor,
+        vocab_size=0 if drafted == vocab else drafted,
         intermediate_size=file.require("intermediate_size", int, 1),
         num_heads=file.require("num_attention_heads", int, 1),
         num_kv_heads=file.require("num_key_value_heads", int, 1),
         head_dim=file.require("head_dim", int, 1),
         dtype="float32",
     )
-    vocab, positions = (
-        file.require("vocab_size", int, 1),
-        file.require("max_position_embeddings", int, 1),
-    )
+    positions = file.require("max_position_embeddings", int, 1)
     if config.mask_token_id >= vocab:
         raise UserError(f"{file.path}: mask_token_id={config.mask_token_id}, vocab_size={vocab}")
     if config.num_heads % config.num_kv_heads:
@@ -171,14 +173,13 @@ def _check_expressible(file: DrafterFile) -> str:
     layers = file.section("transformer_layer_config") or file.value
     if layers.get("model_type", "qwen3") != "qwen3":
         raise UserError(f"{file.path}: model_type={layers['model_type']!r}; only qwen3 layers")
-    vocab, hidden = file.require("vocab_size", int), file.require("hidden_size", int)
+    hidden = file.require("hidden_size", int)
     for name, fits in (
         ("hidden_act", "silu"),
         ("attention_bias", False),
         ("mlp_bias", False),
         ("use_sliding_window", False),
         ("target_hidden_size", hidden),
-        ("draft_vocab_size", vocab),
     ):
         for section, values in file.sections.items():
             if values.get(name) not in (None, fits):

@@ -2,6 +2,7 @@
 
     config.json         the drafter's shape and flags, and the target it belongs to
     model.safetensors   exactly the arrays of the checkpoint; embedding and LM head are the target's
+                        (of a pruned vocabulary: its rows of that head, and the tables d2t and t2d)
     dspark_jax.json     our own record: step, recipe, fingerprint of the target, versions
 
 A drafter with Markov or confidence head is written as "dspark". Without either it is a DFlash
@@ -42,6 +43,7 @@ from dspark_jax.weights.compare import (
 )
 from dspark_jax.weights.fingerprint import Fingerprint
 from dspark_jax.weights.importing import RECORD, read_speculators
+from dspark_jax.weights.vocab_tables import tables_of
 
 SPECULATORS_VERSION = "0.9.0"  # of the format
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -85,6 +87,7 @@ def export_speculators(
     directory: Path,
     origin: Origin,
     *,
+    head: np.ndarray | None = None,
     dtype: str = "float32",
     replace: bool = False,
     allow_unservable: bool = False,
@@ -97,6 +100,7 @@ def export_speculators(
     Args:
       arrays: float32 arrays of the drafter by our names.
       directory: the new folder; an empty one may exist.
+      head: [V_d, D] the target's LM head at the drafter's ids, if its vocabulary is pruned.
       dtype: of the tensors in the file; bfloat16 rounds by value.
       replace: take the place of a former export.
       allow_unservable: also write drafters that vLLM cannot run.
@@ -122,7 +126,7 @@ def export_speculators(
         work = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         fresh = work / "fresh"  # mkdtemp's own folder would be closed to other users
         fresh.mkdir()
-        tensors = file_tensors(arrays, dtype)
+        tensors = file_tensors(arrays, dtype) | _vocabulary(arrays, shape, head, dtype)
         write_json(fresh / "config.json", speculators_config(shape, verifier, dtype))
         write_json(fresh / RECORD, _record(origin, dtype))
         save_file(tensors, fresh / "model.safetensors", metadata={"format": "pt"})
@@ -134,7 +138,7 @@ def export_speculators(
         if changed := shape_differences(shape, found.shape):
             name, ours, theirs = changed[0]
             raise UserError(f"read back, {name} is {theirs!r} instead of {ours!r}: not exported")
-        stored = {name: _stored(array, dtype).astype(np.float32) for name, array in arrays.items()}
+        stored = {name: _read_as(_stored(array, dtype)) for name, array in arrays.items()}
         for name, array in stored.items():  # a probe sees only a few rows of the Markov tables
             if not np.array_equal(array, found.arrays.get(name)):
                 raise UserError(f"read back, {name} differs from the checkpoint: not exported")
@@ -183,7 +187,7 @@ def unservable(config: DrafterConfig) -> str | None:
         return (
             f"drafter.markov_rank=0 with sample_from_anchor={config.sample_from_anchor} and "
             f"confidence_head={config.confidence_head}: vLLM runs rank 0 only as DFlash, fill-in "
-            "and without confidence head (SGLang and speculators read it)"
+            "and without confidence head (speculators reads it)"
         )
     return None
 
@@ -231,14 +235,16 @@ def speculators_config(shape: DrafterShape, verifier: Verifier, dtype: str) -> d
         # Engines count layers that have run: the output of layer i is i + 1.
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         "block_size": config.block_size,
-        "draft_vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.draft_vocab,
         "mask_token_id": config.mask_token_id,
         "markov_rank": config.markov_rank,
         "markov_head_type": config.markov_head if config.markov_rank else "vanilla",
         "enable_confidence_head": config.confidence_head,
         "confidence_head_with_markov": sees_markov(shape),
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": False,
+        # vLLM takes False to mean causal blocks in every layer of a "dflash" drafter, not only in
+        # sliding ones (vLLM 0.32, configs/speculators/algos.py); it reads it for no other kind.
+        "sliding_window_non_causal": kind(config) == "dflash",
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "dtype": dtype,
@@ -262,9 +268,27 @@ def file_tensors(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndar
     """The tensors of the file by its names, from arrays by ours."""
     tensors = {}
     for ours, array in arrays.items():
+        if ours == names.DRAFT_IDS:
+            continue
         theirs, rows = names.to_file(names.DRAFTER, ours)
         tensors[theirs] = _stored(array, dtype).reshape(names.file_shape(array.shape, rows))
     return tensors
+
+
+def _vocabulary(
+    arrays: dict[str, np.ndarray], shape: DrafterShape, head: np.ndarray | None, dtype: str
+) -> dict[str, np.ndarray]:
+    """What the file of a drafter with a pruned vocabulary has besides."""
+    if not shape.pruned:
+        return {}
+    if head is None or head.shape != (shape.draft_vocab, shape.hidden_size):
+        raise ValueError("a pruned vocabulary needs the target's LM head at its ids")
+    tables = tables_of(arrays[names.DRAFT_IDS], shape.vocab_size)
+    return {"lm_head.weight": _stored(head, dtype), **tables}
+
+
+def _read_as(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.kind in "biu" else array.astype(np.float32)
 
 
 def _stored(array: np.ndarray, dtype: str) -> np.ndarray:

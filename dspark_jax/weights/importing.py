@@ -18,12 +18,12 @@ from dspark_jax.weights.compare import empty_drafter
 from dspark_jax.weights.drafter_file import DrafterFile, read_shape
 from dspark_jax.weights.fingerprint import Fingerprint
 from dspark_jax.weights.safetensors import TensorFiles, read_json
+from dspark_jax.weights.vocab_tables import TABLES, head_rows, ids_of
 
 RECORD = "dspark_jax.json"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 # The target's own tensors, which some writers put into the drafter's file as well.
 _BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}
-_TABLES = ("d2t", "t2d")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,9 @@ def read_speculators(directory: Path) -> ImportedDrafter:
     files = TensorFiles(directory)
     stored = _by_plain_name(files)
     borrowed = {stored.pop(name): what for name, what in _BORROWED.items() if name in stored}
-    for name in _TABLES:
-        if name in stored:
-            _check_identity(files, stored.pop(name), name, shape.vocab_size)
+    tables = {name: files.read(stored.pop(name)) for name in TABLES if name in stored}
     arrays, notes = _arrays(files, stored, shape)
+    arrays |= _draft_ids(directory, tables, shape)
     dtypes = {files.slice(name).get_dtype() for name in stored.values()}
     return ImportedDrafter(
         directory=directory,
@@ -89,11 +88,16 @@ def check_borrowed(drafter: ImportedDrafter, target_directory: Path) -> None:
     if not drafter.borrowed:
         return
     own, target = TensorFiles(drafter.directory), TensorFiles(target_directory)
+    ids = drafter.arrays.get(names.DRAFT_IDS)
     for name, what in drafter.borrowed.items():
         theirs = "lm_head.weight"
         if what == "embedding" or theirs not in target.files:  # a tied head is the embedding
             theirs = "model.embed_tokens.weight"
-        if not _same_table(own.slice(name), target.slice(theirs)):
+        if what == "LM head" and ids is not None:
+            same = _equal_rounded(own.read(name), head_rows(target_directory, ids))
+        else:
+            same = _same_table(own.slice(name), target.slice(theirs))
+        if not same:
             raise UserError(
                 f"{drafter.directory}: {name!r} is not the {what} of {target_directory}; drafters "
                 "here share the target's, one with its own cannot be imported"
@@ -106,12 +110,16 @@ def _same_table(a: Any, b: Any, rows: int = 4096) -> bool:
         return False
     for start in range(0, shape[0], rows):
         stop = min(start + rows, shape[0])
-        parts = [np.asarray(table[start:stop]) for table in (a, b)]
-        shorter = min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
-        left, right = (part.astype(shorter).astype(np.float32) for part in parts)
-        if not np.array_equal(left, right):
+        if not _equal_rounded(*(np.asarray(table[start:stop]) for table in (a, b))):
             return False
     return True
+
+
+def _equal_rounded(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays are the same in the shorter of their dtypes."""
+    shorter = min((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
+    left, right = (x.astype(shorter).astype(np.float32) for x in (a, b))
+    return np.array_equal(left, right)
 
 
 def _by_plain_name(files: TensorFiles) -> dict[str, str]:
@@ -131,6 +139,8 @@ def _arrays(
     """Our arrays in float32, by value, and notes."""
     wanted = {}
     for ours, leaf in named(empty_drafter(shape)).items():
+        if ours == names.DRAFT_IDS:
+            continue
         theirs, rows = names.to_file(names.DRAFTER, ours)
         wanted[theirs] = (ours, leaf.shape, names.file_shape(leaf.shape, rows))
     notes, missing = (), [name for name in wanted if name not in stored]
@@ -176,14 +186,28 @@ def _check_tensor(
         )
 
 
-def _check_identity(files: TensorFiles, stored: str, name: str, vocab: int) -> None:
-    """d2t and t2d of a full vocabulary say nothing; any other mapping is one we cannot express."""
-    table = files.read(stored)
-    if table.shape != (vocab,) or (table.any() if name == "d2t" else not table.all()):
+def _draft_ids(
+    directory: Path, tables: dict[str, np.ndarray], shape: DrafterShape
+) -> dict[str, np.ndarray]:
+    """{"draft_ids": i32[V_d]} of a pruned vocabulary; tables of a whole one must say nothing."""
+    if shape.pruned and "d2t" not in tables:
         raise UserError(
-            f"{files.directory}: {name} maps a pruned draft vocabulary; only drafters over the "
-            f"target's whole vocabulary ({vocab}) can be imported"
+            f"{directory}: draft_vocab_size={shape.draft_vocab} of vocab_size={shape.vocab_size}, "
+            "but the files have no d2t: which tokens these are is never guessed"
         )
+    if shape.pruned:
+        found = tables["d2t"], tables.get("t2d")
+        ids = ids_of(directory, *found, shape.draft_vocab, shape.vocab_size)
+        return {names.DRAFT_IDS: ids}
+    for name, table in tables.items():
+        if table.shape != (shape.vocab_size,) or (
+            table.any() if name == "d2t" else not table.all()
+        ):
+            raise UserError(
+                f"{directory}: {name} maps a pruned draft vocabulary, but draft_vocab_size in "
+                f"config.json is the whole one ({shape.vocab_size})"
+            )
+    return {}
 
 
 def _listed(items: list[str], most: int = 8) -> str:

@@ -44,6 +44,9 @@ TARGET = (
     *(Rule(rule.ours, f"model.{rule.theirs}", rule.rows) for rule in _LAYER),
 )
 
+# Our name of what the files hold as the tables d2t and t2d (vocab_tables.py).
+DRAFT_IDS = "draft_ids"
+
 # The drafter, in the speculators and in the DeepSpec layout.
 DRAFTER = (
     Rule("fc", "fc.weight"),

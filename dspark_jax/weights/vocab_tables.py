@@ -1,0 +1,64 @@
+"""The draft vocabulary in files: d2t, t2d and the rows of the target's LM head.
+
+`d2t` i64[V_d] holds offsets, target id = draft id + d2t[draft id]; `t2d` bool[V] is true on the
+ids that can be drafted. Engines without `d2t` take draft ids for target ids, so a drafter of a
+pruned vocabulary without it, or with absolute ids in it, is refused.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from dspark_jax.core.errors import UserError
+from dspark_jax.weights.safetensors import TensorFiles
+
+TABLES = ("d2t", "t2d")
+
+
+def tables_of(ids: np.ndarray, vocab: int) -> dict[str, np.ndarray]:
+    """d2t and t2d of draft_ids i32[V_d] in a target vocabulary of `vocab` tokens."""
+    to_draft = np.zeros(vocab, bool)
+    to_draft[ids] = True
+    return {"d2t": ids.astype(np.int64) - np.arange(len(ids)), "t2d": to_draft}
+
+
+def ids_of(where: Path, d2t: np.ndarray, t2d: np.ndarray | None, size: int, vocab: int):
+    """draft_ids i32[size] from the tables of a file.
+
+    Raises:
+      UserError: wrong shapes or dtypes, ids outside the vocabulary or twice, tables in dispute.
+    """
+    if d2t.shape != (size,) or d2t.dtype.kind not in "iu":
+        raise UserError(
+            f"{where}: d2t is {d2t.dtype}{list(d2t.shape)}, config.json implies int64[{size}]"
+        )
+    ids = d2t.astype(np.int64) + np.arange(size)
+    good = ids.min() >= 0 and ids.max() < vocab and len(np.unique(ids)) == size
+    agrees = t2d is None or (t2d.shape == (vocab,) and np.array_equal(np.flatnonzero(t2d), ids))
+    if good and agrees:
+        return ids.astype(np.int32)
+    absolute = d2t.min() >= 0 and d2t.max() < vocab and (np.diff(d2t) > 0).all()
+    if absolute and (t2d is None or np.array_equal(np.flatnonzero(t2d), d2t)):
+        raise UserError(
+            f"{where}: d2t holds target ids; engines read offsets: store d2t - arange({size})"
+        )
+    if not good:
+        raise UserError(f"{where}: draft id + d2t gives ids outside 0..{vocab - 1} or one twice")
+    raise UserError(f"{where}: t2d does not mark the ids of d2t; one of them is of another drafter")
+
+
+def head_rows(target_directory: Path, ids: np.ndarray) -> np.ndarray:
+    """The target's LM head at those ids, [V_d, D] in the dtype of its files."""
+    files = TensorFiles(target_directory)
+    tied = "lm_head.weight" not in files.files
+    table = files.slice("model.embed_tokens.weight" if tied else "lm_head.weight")
+    parts = []
+    for start in range(0, table.get_shape()[0], 8192):  # files cut ranges, not lists of rows
+        here = ids[(ids >= start) & (ids < start + 8192)]
+        if len(here):
+            stop = min(start + 8192, table.get_shape()[0])
+            parts.append((here, np.asarray(table[start:stop])[here - start]))
+    rows = np.empty((len(ids), table.get_shape()[1]), parts[0][1].dtype)
+    for here, values in parts:
+        rows[np.searchsorted(ids, here)] = values
+    return rows
