@@ -61,22 +61,22 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
     )
     if variant == "demo":
         # What a quarter of an hour on two cores allows. Short blocks: verifying 5 tokens costs
-        # little more than one step of this target. Its words for these prompts are few, and every
-        # slot reads the LM head and a Markov matrix over the vocabulary it can draft.
+        # little more than one step of this target, and every slot reads a Markov matrix [V_d, R].
         c.data.update(
-            prompts="generator:640", max_new_tokens=96, generation_batch=32, sequence_length=512
+            prompts="generator:1280:4", max_new_tokens=64, generation_batch=64, sequence_length=512
         )
-        c.drafter.update(block_size=4, num_layers=2, markov_rank=32, vocab_size=4096)
+        c.drafter.update(block_size=4, num_layers=2, markov_rank=32)
         c.train.update(
             num_anchors=64,
-            num_steps=600,
-            validate_every=100,
-            checkpoint_every=100,
+            num_steps=800,
+            validate_every=200,
+            checkpoint_every=200,
             validation_rows=8,
-            feature_memory_gb=1.5,
+            learning_rate=2.5e-3,
+            feature_memory_gb=2.0,
         )
         c.evaluate.update(
-            max_new_tokens=64, batch_size=1, prompts_per_set=4, prompts="generator:16"
+            max_new_tokens=64, batch_size=1, prompts_per_set=4, prompts="generator:16:4"
         )
     elif variant == "notebook":
         # A few minutes on two cores: enough to see every step, not a good drafter.

@@ -46,6 +46,7 @@ CONFIG = Path(__file__).resolve().parent.parent / "configs" / "smollm2.py"
 SAMPLES = 2  # texts that are shown
 SAMPLE_SEED = 1  # of their prompts, so that they are not among those evaluated
 UNTRAINED_PROMPTS = 4
+SAMPLED_TOGETHER = 8  # prompts, where no speed is measured
 
 
 class Stages:
@@ -149,7 +150,7 @@ def untrained_length(config: RunConfig, workdir: Path) -> float | None:
         ).drafter
         sets = read_sets(
             target,
-            f"generator:{UNTRAINED_PROMPTS}",
+            _fewer(config.evaluate.prompts, UNTRAINED_PROMPTS),
             split="",
             per_set=UNTRAINED_PROMPTS,
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -161,18 +162,29 @@ def untrained_length(config: RunConfig, workdir: Path) -> float | None:
 
 
 def measure(workdir: Path, temperature: float) -> dict[str, Any]:
-    """Evaluates on held-out prompts; the speed is compared at temperature 0."""
+    """Evaluates on held-out prompts; the speed is compared at temperature 0, one by one."""
     greedy = temperature == 0
-    request = evaluate.Request(temperature=temperature, plain=greedy, costs=greedy)
+    request = evaluate.Request(
+        temperature=temperature,
+        plain=greedy,
+        costs=greedy,
+        batch_size=None if greedy else SAMPLED_TOGETHER,
+    )
     out = workdir / f"evaluation_t{temperature:g}" / "report.json"
     report = evaluate.run(request, workdir, out)
     print(evaluate.summary(report))
     return report
 
 
+def _fewer(prompts: str, count: int) -> str:
+    """generator:N:K with another N."""
+    return ":".join(["generator", str(count), *prompts.split(":")[2:]])
+
+
 def show_texts(workdir: Path) -> list[dict[str, Any]]:
     """Answers a few prompts with and without speculation, streamed."""
-    conversations = load_prompts(f"generator:{SAMPLES}", split="heldout", seed=SAMPLE_SEED)
+    prompts = _fewer(read_record(workdir).config.evaluate.prompts, SAMPLES)
+    conversations = load_prompts(prompts, split="heldout", seed=SAMPLE_SEED)
     for number, conversation in enumerate(conversations, start=1):
         print(f"prompt {number}: {conversation.messages[0].content}")
     print(flush=True)

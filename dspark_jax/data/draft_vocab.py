@@ -17,7 +17,8 @@ def draft_vocabulary(
       vocab: V; size: V_d; always: see `most_frequent`.
     """
     counts = token_counts(train, vocab)
-    ids = most_frequent(counts, size, always)
+    seen = sum((np.bincount(row.ids, minlength=vocab) for row in train), np.zeros(vocab, np.int64))
+    ids = most_frequent(counts, size, always, seen)
     held = coverage(token_counts(held_out, vocab), ids)
     return ids, (
         f"draft vocabulary: {size} of {vocab} tokens, which are {coverage(counts, ids):.2%} of the "
@@ -33,15 +34,26 @@ def token_counts(rows: Iterable[Row], vocab: int) -> np.ndarray:
     return counts
 
 
-def most_frequent(counts: np.ndarray, size: int, always: Sequence[int] = ()) -> np.ndarray:
-    """The `size` most frequent ids, ascending, i32[size]; of equals the smaller id.
+def most_frequent(
+    counts: np.ndarray,
+    size: int,
+    always: Sequence[int] = (),
+    seen: np.ndarray | None = None,
+) -> np.ndarray:
+    """The `size` most frequent ids, ascending, i32[size].
 
     Args:
+      counts: i64[V], of the responses.
       always: ids that are in whatever their count: the target's stop tokens.
+      seen: i64[V], counts of prompts and responses, which decide between equals: answers take up
+        words of their prompts. Of equals in that too the smaller id is taken, which in most
+        tokenizers is the more common token.
     """
     rank = counts.astype(np.int64).copy()
     rank[list(always)] = np.iinfo(np.int64).max
-    return np.sort(np.argsort(-rank, kind="stable")[:size]).astype(np.int32)
+    second = np.zeros_like(rank) if seen is None else seen
+    order = np.lexsort((np.arange(len(rank)), -second, -rank))
+    return np.sort(order[:size]).astype(np.int32)
 
 
 def coverage(counts: np.ndarray, ids: np.ndarray) -> float:

@@ -6,8 +6,8 @@ phrases they are filled with live in `phrases.py`.
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 from dspark_jax.core.errors import UserError
 from dspark_jax.data import phrases
@@ -19,27 +19,46 @@ HELDOUT_ONE_IN = 8
 _MAX_TRIES = 20_000
 
 
+class Words:
+    """The lists of `phrases`, of each the first `fillings` entries; 0 = all."""
+
+    def __init__(self, fillings: int = 0):
+        self._end = fillings or None
+
+    def __getattr__(self, name: str) -> Any:
+        return self.few(getattr(phrases, name))
+
+    def few(self, entries: Sequence[Any]) -> Sequence[Any]:
+        """The first entries of a list that is an entry itself."""
+        return entries[: self._end]
+
+
 def generate_prompts(
-    n: int, seed: int, split: Literal["train", "heldout"] = "train"
+    n: int, seed: int, split: Literal["train", "heldout"] = "train", fillings: int = 0
 ) -> list[Conversation]:
     """The first `n` prompts of the stream of `seed`, families taking turns; no prompt twice.
 
     The result depends on the arguments only (neither on the platform nor on `PYTHONHASHSEED`), and
     a smaller `n` gives a prefix of a larger one. A prompt's split is a function of its text, so
     train and heldout are disjoint whatever the seeds. They share the sentence patterns: held-out
-    figures measure new fillings, not new kinds of prompts.
+    figures measure new fillings, not new kinds of prompts. With few `fillings` (topics, names,
+    texts for each blank; 0 = all there are) it is one small domain, in which a short training
+    goes far.
 
     Raises:
         UserError: `n` is negative or larger than a family can fill, or `split` is unknown.
     """
     if split not in ("train", "heldout"):
         raise UserError(f"prompt generator: split {split!r} is unknown; use 'train' or 'heldout'")
+    if fillings < 0 or fillings == 1:
+        raise UserError(f"prompt generator: {fillings} fillings for a blank; use 2 or more")
     if n < 0:
         raise UserError(f"prompt generator: {n} prompts asked for; ask for 0 or more")
     # A family draws from its own generator, so that the families cannot disturb one another.
     # random.Random seeds itself from all bytes of a string, not from its salted hash().
+    words = Words(fillings)
     streams = [
-        (source, _distinct(source, random.Random(f"{seed}/{split}/{source}"), split))
+        (source, _distinct(source, random.Random(f"{seed}/{split}/{source}"), split, words))
         for source in FAMILIES
     ]
     prompts = []
@@ -63,12 +82,12 @@ def split_of(text: str) -> Literal["train", "heldout"]:
     return "heldout" if int.from_bytes(digest[:8], "big") % HELDOUT_ONE_IN == 0 else "train"
 
 
-def _distinct(source: str, rng: random.Random, split: str) -> Iterator[str]:
+def _distinct(source: str, rng: random.Random, split: str, words: Words) -> Iterator[str]:
     """Texts of one family and one split, none twice, until the family is used up."""
     seen = set()
     tries = 0
     while tries < _MAX_TRIES:
-        text = FAMILIES[source](rng)
+        text = FAMILIES[source](rng, words)
         tries += 1
         if text not in seen and split_of(text) == split:
             seen.add(text)
@@ -76,10 +95,10 @@ def _distinct(source: str, rng: random.Random, split: str) -> Iterator[str]:
             yield text
 
 
-def word_problem(rng: random.Random) -> str:
+def word_problem(rng: random.Random, words: Words) -> str:
     """A story with numbers; every answer is a whole number."""
-    name, other = rng.sample(phrases.NAMES, 2)
-    thing = rng.choice(phrases.THINGS)
+    name, other = rng.sample(words.NAMES, 2)
+    thing = rng.choice(words.THINGS)
     small, few = rng.randint(2, 12), rng.randint(2, 9)
     many = rng.randint(20, 95)
     part = rng.randint(3, many - 5)
@@ -123,45 +142,45 @@ def word_problem(rng: random.Random) -> str:
             f"and what is their difference?",
             f"What is {many} + {part} * {small}?",
             f"What is {many * small} divided by {small}, minus {part}?",
-            f"A recipe for {few} people needs {few * small} {rng.choice(phrases.UNITS)} of "
-            f"{rng.choice(phrases.INGREDIENTS)}. How much is needed for {few + small} people?",
+            f"A recipe for {few} people needs {few * small} {rng.choice(words.UNITS)} of "
+            f"{rng.choice(words.INGREDIENTS)}. How much is needed for {few + small} people?",
         )
     )
     return story + rng.choice(("", "", " Explain each step.", " Show your work."))
 
 
-def code_task(rng: random.Random) -> str:
+def code_task(rng: random.Random, words: Words) -> str:
     """A small Python function to write."""
-    close = rng.choice(phrases.CODE_CLOSINGS)
+    close = rng.choice(words.CODE_CLOSINGS)
     kind = rng.randrange(5)
     if kind == 0:
-        elements, tests, results = rng.choice(phrases.CODE_LISTS)
+        elements, tests, results = rng.choice(words.CODE_LISTS)
         task = (
             f"Write a Python function that takes a list of {elements} and returns "
-            f"{rng.choice(results)} that {rng.choice(tests)}."
+            f"{rng.choice(words.few(results))} that {rng.choice(words.few(tests))}."
         )
     elif kind == 1:
         task = (
-            f"Write a Python function `{rng.choice(phrases.CODE_NAMES)}(text)` that returns "
-            f"{rng.choice(phrases.CODE_STRINGS)}."
+            f"Write a Python function `{rng.choice(words.CODE_NAMES)}(text)` that returns "
+            f"{rng.choice(words.CODE_STRINGS)}."
         )
     elif kind == 2:
         task = (
-            f"Write a Python function that {rng.choice(phrases.CODE_NUMBERS)}. "
+            f"Write a Python function that {rng.choice(words.CODE_NUMBERS)}. "
             f"Show its result for {rng.randint(2, 60)}."
         )
     elif kind == 3:
-        field, other = rng.sample(phrases.FIELDS, 2)
-        record = rng.choice(phrases.RECORDS)
-        action = rng.choice(phrases.CODE_RECORDS).format(field=field, other=other)
+        field, other = rng.sample(words.FIELDS, 2)
+        record = rng.choice(words.RECORDS)
+        action = rng.choice(words.CODE_RECORDS).format(field=field, other=other)
         task = (
             f"Each {record} is a dictionary with the keys '{field}' and '{other}'. "
             f"Write a Python function that {action}."
         )
     else:
-        field, other = rng.sample(phrases.FIELDS, 2)
-        record = rng.choice(phrases.RECORDS)
-        method = rng.choice(phrases.CODE_METHODS)
+        field, other = rng.sample(words.FIELDS, 2)
+        record = rng.choice(words.RECORDS)
+        method = rng.choice(words.CODE_METHODS)
         task = (
             f"Write a Python class `{record.title()}` with the attributes `{field}` and `{other}` "
             f"and a method that {method}."
@@ -169,12 +188,12 @@ def code_task(rng: random.Random) -> str:
     return task + close
 
 
-def question(rng: random.Random) -> str:
+def question(rng: random.Random, words: Words) -> str:
     """Explain, define, compare, list, advise: short questions about everyday subjects."""
-    group = rng.choice(phrases.TOPIC_GROUPS)
-    topic, other = rng.sample(group, 2)
-    reader = rng.choice(phrases.READERS)
-    length = rng.choice(phrases.LENGTHS)
+    group = rng.choice(words.TOPIC_GROUPS)
+    topic, other = rng.sample(words.few(group), 2)
+    reader = rng.choice(words.READERS)
+    length = rng.choice(words.LENGTHS)
     count = rng.choice(("two", "three", "four", "five"))
     return rng.choice(
         (
@@ -196,11 +215,11 @@ def question(rng: random.Random) -> str:
     )
 
 
-def rewriting(rng: random.Random) -> str:
+def rewriting(rng: random.Random, words: Words) -> str:
     """A sentence or two, and what to do with them."""
-    name = rng.choice(phrases.NAMES)
-    time, act = rng.choice(phrases.TIMES), rng.choice(phrases.ACTS)
-    place, also = rng.choice(phrases.PLACES), rng.choice(phrases.SECOND_CLAUSES)
+    name = rng.choice(words.NAMES)
+    time, act = rng.choice(words.TIMES), rng.choice(words.ACTS)
+    place, also = rng.choice(words.PLACES), rng.choice(words.SECOND_CLAUSES)
     text = rng.choice(
         (
             f"{time}, {name} {act} {place}, {also}.",
@@ -208,10 +227,10 @@ def rewriting(rng: random.Random) -> str:
             f"Nobody knew that {name} {act} {place}, {also}.",
         )
     )
-    return rng.choice(phrases.REWRITES).format(text=text)
+    return rng.choice(words.REWRITES).format(text=text)
 
 
-FAMILIES: dict[str, Callable[[random.Random], str]] = {
+FAMILIES: dict[str, Callable[[random.Random, Words], str]] = {
     "word_problems": word_problem,
     "code": code_task,
     "questions": question,

@@ -40,7 +40,8 @@ def load_prompts(
     Args:
         spec: one of these, or several separated by commas: a file (.jsonl, .json, .parquet), a
             folder of such files, a glob, a hub data set "org/name" or "org/name:config", or
-            "generator:N" for N prompts of the built-in generator.
+            "generator:N" for N prompts of the built-in generator, "generator:N:K" for a small
+            domain with K fillings for each blank.
         split: of hub data sets, and of the generator ("train" or "heldout"); files have none.
         limit: at most this many, drawn with `seed` and kept in order; None for all.
         seed: of the draw and of the generator.
@@ -120,7 +121,8 @@ def _open_all(spec: str, split: str, seed: int) -> list[_Rows | _Generated]:
     tables, names, opened = [], {}, set()
     for part in (part.strip() for part in spec.split(",")):
         if part.startswith("generator:"):
-            found = [_Generated(generate_prompts(_count(part), seed, split))]
+            count, fillings = _counts(part)
+            found = [_Generated(generate_prompts(count, seed, split, fillings))]
             keys = ["generator"]
         elif paths := _paths(part):
             found = [_open_file(path) for path in paths]
@@ -139,11 +141,17 @@ def _open_all(spec: str, split: str, seed: int) -> list[_Rows | _Generated]:
     return tables
 
 
-def _count(part: str) -> int:
-    number = part.removeprefix("generator:")
+def _counts(part: str) -> tuple[int, int]:
+    """How many prompts, and from how many fillings of each blank (0 = all)."""
+    number, colon, fillings = part.removeprefix("generator:").partition(":")
     if not number.isdecimal() or int(number) < 1:
         raise UserError(f"prompts: '{part}' has no count; write generator:1000 for 1000 prompts")
-    return int(number)
+    if colon and (not fillings.isdecimal() or int(fillings) < 2):
+        raise UserError(
+            f"prompts: '{part}': write generator:1000:4 for 1000 prompts of one small domain, with "
+            "4 (at least 2) fillings for each blank"
+        )
+    return int(number), int(fillings) if colon else 0
 
 
 def _paths(part: str) -> list[str]:

@@ -15,7 +15,12 @@ from dspark_jax.models.target import Target, TargetConfig
 
 def check_warm_start(shape: DrafterShape, target: TargetConfig) -> None:
     """Refuses a drafter whose layers are not shaped like the target's."""
-    for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
+    if shape.num_kv_heads % target.num_kv_heads:
+        raise UserError(
+            f"drafter.init='target' needs drafter.num_kv_heads={target.num_kv_heads}, the "
+            f"target's, or a multiple of it, not {shape.num_kv_heads}"
+        )
+    for name in ("num_heads", "head_dim", "intermediate_size"):
         if getattr(shape, name) != getattr(target, name):
             raise UserError(
                 f"drafter.init='target' needs drafter.{name}={getattr(target, name)}, the "
@@ -33,7 +38,9 @@ def warm_start(drafter: Drafter, target: Target) -> Drafter:
 
     Draft layer i is the target's layer N - n + i. The last tap passes through `fc` unchanged and
     the other taps faintly. Norm weights before q, k and v are folded into them, because the
-    context has one norm for all layers. Where the target has no per-head norms, theirs are set to
+    context has one norm for all layers. With more key/value heads than the target has, each of its
+    own serves several alike at first: the same function, with room to learn more of the context in
+    few layers. Where the target has no per-head norms, theirs are set to
     the size that q and k have on inputs of unit variance, so attention starts about as sharp.
     Heads (Markov, confidence) keep their own initialisation.
     """
@@ -51,7 +58,7 @@ def warm_start(drafter: Drafter, target: Target) -> Drafter:
         scale = source[f"{theirs}.input_norm"].astype(jnp.float32)
         for part in ("q", "k", "v"):
             weight = source[f"{theirs}.attention.{part}"].astype(jnp.float32) * scale
-            put(f"{ours}.attention.{part}", weight)
+            put(f"{ours}.attention.{part}", _regrouped(weight, arrays[f"{ours}.attention.{part}"]))
             if part == "v":
                 continue
             norm = f"attention.{part}_norm"
@@ -61,7 +68,7 @@ def warm_start(drafter: Drafter, target: Target) -> Drafter:
                 size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(weight), axis=-1)))
                 put(f"{ours}.{norm}", jnp.full_like(arrays[f"{ours}.{norm}"], 1.0) * size)
         for part in ("attention.o", "post_norm", "mlp.gate", "mlp.up", "mlp.down"):
-            put(f"{ours}.{part}", source[f"{theirs}.{part}"])
+            put(f"{ours}.{part}", _regrouped(source[f"{theirs}.{part}"], arrays[f"{ours}.{part}"]))
     put("norm", source["norm"])
     hidden = drafter.shape.hidden_size
     last = hidden * (len(config.target_layer_ids) - 1)
@@ -69,3 +76,16 @@ def warm_start(drafter: Drafter, target: Target) -> Drafter:
     identity = (column - last == jnp.arange(hidden)[:, None]).astype(jnp.float32)
     put("fc", jnp.where(column < last, 0.1 * arrays["fc"], identity))
     return with_arrays(drafter, arrays)
+
+
+def _regrouped(weight: jax.Array, ours: jax.Array) -> jax.Array:
+    """A target's attention weight in the drafter's grouping of heads; others as they are.
+
+    q [K, Q, H, D] and o [D, K, Q, H] keep their heads in order, k and v [K, H, D] repeat theirs.
+    """
+    if weight.shape == ours.shape:
+        return weight
+    whole = jax.sharding.reshard(weight, jax.sharding.PartitionSpec(*[None] * weight.ndim))
+    if weight.ndim == 3:
+        return jnp.repeat(whole, ours.shape[0] // weight.shape[0], axis=0)
+    return whole.reshape(ours.shape)
