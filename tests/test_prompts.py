@@ -187,6 +187,9 @@ def test_folder_glob_and_list(tmp_path):
         ("generator:", "generator:1000"),
         ("generator:0", "generator:1000"),
         ("generator:-3", "generator:1000"),
+        ("generator:8:", "generator:1000:4"),
+        ("generator:8:1", "generator:1000:4"),
+        ("generator:8:x", "generator:1000:4"),
     ],
 )
 def test_spec_that_names_nothing(tmp_path, spec, reason):
@@ -299,6 +302,22 @@ def test_every_family_has_thousands_of_short_prompts():
     assert not [t for t in texts(found) if re.search(r"[{}]|  |\.\.| ,|\ba [aeio]\w", t)]
 
 
+def test_few_fillings_make_a_small_domain():
+    names = generator.phrases.NAMES
+    train = load_prompts("generator:800:3")
+    heldout = load_prompts("generator:120:3", split="heldout")
+    assert not set(texts(train)) & set(texts(heldout))
+    assert {c.source for c in train} == {"word_problems", "code", "questions", "rewriting"}
+    for found in (train, heldout):
+        said = {name for name in names if re.search(rf"\b{name}\b", " ".join(texts(found)))}
+        assert said == set(names[:3])
+    everything = " ".join(texts(generate_prompts(800, 0)))
+    assert sum(bool(re.search(rf"\b{name}\b", everything)) for name in names) > 3
+    topics = [topic for group in generator.phrases.TOPIC_GROUPS[3:] for topic in group]
+    asked = " ".join(texts(c for c in train if c.source == "questions"))
+    assert not [topic for topic in topics if topic in asked]
+
+
 def test_word_problems_come_out_whole():
     stories = texts(c for c in generate_prompts(8000, 0) if c.source == "word_problems")
     packs = [re.search(r"packs (\d+) \w+ into boxes of (\d+)", t) for t in stories]
@@ -320,7 +339,7 @@ def test_generator_refuses_what_it_cannot_give(monkeypatch):
         generate_prompts(-1, 0)
     assert generate_prompts(0, 0) == []
     # A family of 40 prompts is used up, and says so.
-    few = {"few": lambda rng: f"prompt {rng.randrange(40)}"}
+    few = {"few": lambda rng, words: f"prompt {rng.randrange(40)}"}
     monkeypatch.setattr(generator, "FAMILIES", few)
     monkeypatch.setattr(generator, "_MAX_TRIES", 1000)
     with pytest.raises(UserError, match="'few' has no more after"):
