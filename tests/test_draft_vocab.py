@@ -68,9 +68,11 @@ def test_the_most_frequent_are_taken_and_of_equals_the_smaller():
     assert most_frequent(np.zeros(9, np.int64), 4).tolist() == [0, 1, 2, 3]
     rng = np.random.default_rng(0)
     for _ in range(20):
-        counts, size = rng.integers(0, 5, 60), int(rng.integers(1, 60))
+        (counts, seen), size = rng.integers(0, 5, (2, 60)), int(rng.integers(1, 60))
         best = sorted(range(60), key=lambda token: (-counts[token], token))[:size]
         assert most_frequent(counts, size).tolist() == sorted(best)
+        best = sorted(range(60), key=lambda token: (-counts[token], -seen[token], token))[:size]
+        assert most_frequent(counts, size, (), seen).tolist() == sorted(best)
 
 
 def test_stop_tokens_are_always_there():
@@ -91,15 +93,19 @@ def test_coverage_is_a_share_of_all_that_was_counted():
 
 
 def test_the_vocabulary_of_a_data_set_is_that_of_its_training_part():
-    """What is held out is covered as it happens; no token of it is counted."""
+    """What is held out is covered as it happens, and no token of it is counted; prompts decide
+    between tokens that were said as often."""
 
-    def said(*tokens):
-        return Row("a", "test", np.array(tokens, np.int32), np.ones(len(tokens), bool))
+    def row(prompt, response):
+        tokens = np.array([*prompt, *response], np.int32)
+        return Row("a", "test", tokens, np.arange(len(tokens)) >= len(prompt))
 
-    train, held_out = [said(1, 1, 2, 3, 3, 3)], [said(4, 4, 4, 3)]
-    ids, line = draft_vocabulary(train, held_out, 8, 3, (7,))
-    assert ids.tolist() == [1, 3, 7]
-    assert "3 of 8 tokens" in line and "83.33%" in line and "25.00%" in line
+    train = [row([5, 5, 5], [1, 1, 2]), row([2], [3, 3, 3])]
+    held_out = [row([6], [4, 4, 4, 3])]
+    for size, wanted in ((3, [1, 3, 7]), (4, [1, 2, 3, 7]), (5, [1, 2, 3, 5, 7])):
+        ids, line = draft_vocabulary(train, held_out, 8, size, (7,))
+        assert ids.tolist() == wanted
+    assert "5 of 8 tokens" in line and "100.00%" in line and "25.00%" in line
 
 
 # The shape.

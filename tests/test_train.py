@@ -29,7 +29,7 @@ from dspark_jax.core.metrics import read_metrics
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.batches import batch_rows, pack, split
 from dspark_jax.data.dataset import Row, load_dataset, save_dataset
-from dspark_jax.data.draft_vocab import most_frequent, token_counts
+from dspark_jax.data.draft_vocab import draft_vocabulary
 from dspark_jax.data.opened import open_target
 from dspark_jax.training.checkpoint import (
     checkpoint_steps,
@@ -214,8 +214,8 @@ def pruned(reference, tmp_path_factory):
 
 def most_said(data: pathlib.Path) -> np.ndarray:
     """The draft vocabulary that a data set gives."""
-    counts = token_counts(split(load_dataset(data), 0.3)[0], tiny.VOCAB)
-    return most_frequent(counts, 64, [tiny.END])
+    documents = split(load_dataset(data), 0.3)[0]
+    return draft_vocabulary(documents, [], tiny.VOCAB, 64, [tiny.END])[0]
 
 
 def test_a_pruned_drafter_proposes_what_the_target_says_most(reference, pruned):
