@@ -148,6 +148,8 @@ def test_interrupt_ends_with_130(folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Tests that run in the background of a shell inherit that interrupts are ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline()  # main has begun
     process.send_signal(signal.SIGINT)

@@ -103,6 +103,7 @@ def test_it_runs_from_top_to_bottom(notebook, tmp_path):
         "drafter.block_size": 3,
         "drafter.num_layers": 1,
         "drafter.markov_rank": 8,
+        "drafter.vocab_size": 0,
         "drafter.init": "normal",
         "train.num_steps": 4,
         "train.num_anchors": 8,

@@ -187,7 +187,7 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
         # Over all V tokens both sum to 1, so the excess above equals the one below, and above
         # there are only tokens that the drafter can propose.
         l1 = 2 * (over_q - over_p)
-        sound = (total[..., 0] > 0) & ~jnp.isnan(lse_t)
+        sound = (total[..., 0] > 0) & ~jnp.isnan(lse_t + within)
         l1 = jnp.where(sound, l1, jnp.nan)  # comparisons hide a NaN
         # The drafter's logit where the target's is largest, against the drafter's largest.
         match = (jnp.where(best, z, -jnp.inf).max(-1) >= top[..., 0]).astype(jnp.float32)

@@ -43,6 +43,7 @@ from dspark_jax.weights.compare import (
 )
 from dspark_jax.weights.fingerprint import Fingerprint
 from dspark_jax.weights.importing import RECORD, read_speculators
+from dspark_jax.weights.safetensors import TensorFiles
 from dspark_jax.weights.vocab_tables import tables_of
 
 SPECULATORS_VERSION = "0.9.0"  # of the format
@@ -142,6 +143,10 @@ def export_speculators(
         for name, array in stored.items():  # a probe sees only a few rows of the Markov tables
             if not np.array_equal(array, found.arrays.get(name)):
                 raise UserError(f"read back, {name} differs from the checkpoint: not exported")
+        if shape.pruned and not np.array_equal(
+            TensorFiles(fresh).read("lm_head.weight"), _stored(head, dtype)
+        ):
+            raise UserError("read back, lm_head.weight differs from the target's: not exported")
         probe = Probe.of(shape)
         read = build_drafter(canonical(found.shape), found.arrays)
         rounded = original if dtype == "float32" else build_drafter(canonical(shape), stored)

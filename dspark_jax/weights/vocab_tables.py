@@ -52,13 +52,10 @@ def head_rows(target_directory: Path, ids: np.ndarray) -> np.ndarray:
     files = TensorFiles(target_directory)
     tied = "lm_head.weight" not in files.files
     table = files.slice("model.embed_tokens.weight" if tied else "lm_head.weight")
-    parts = []
-    for start in range(0, table.get_shape()[0], 8192):  # files cut ranges, not lists of rows
-        here = ids[(ids >= start) & (ids < start + 8192)]
-        if len(here):
-            stop = min(start + 8192, table.get_shape()[0])
-            parts.append((here, np.asarray(table[start:stop])[here - start]))
-    rows = np.empty((len(ids), table.get_shape()[1]), parts[0][1].dtype)
-    for here, values in parts:
-        rows[np.searchsorted(ids, here)] = values
+    vocab, size = table.get_shape()
+    rows = np.empty((len(ids), size), np.asarray(table[:1]).dtype)
+    for start in range(0, vocab, 8192):  # files cut ranges, not lists of rows
+        here = (ids >= start) & (ids < start + 8192)
+        if here.any():
+            rows[here] = np.asarray(table[start : min(start + 8192, vocab)])[ids[here] - start]
     return rows
