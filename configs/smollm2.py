@@ -63,8 +63,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         # What a quarter of an hour on two cores allows. Short blocks: verifying 5 tokens costs
         # little more than one step of this target, and every slot reads a Markov matrix [V_d, R].
         c.data.update(
-            prompts="generator:960:4",
-            temperature=0.7,
+            prompts="generator:1120:4",
             max_new_tokens=64,
             generation_batch=64,
             sequence_length=512,
@@ -72,9 +71,9 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         c.drafter.update(block_size=4, num_layers=2, markov_rank=32)
         c.train.update(
             num_anchors=64,
-            num_steps=700,
-            validate_every=175,
-            checkpoint_every=175,
+            num_steps=800,
+            validate_every=200,
+            checkpoint_every=200,
             validation_rows=8,
             learning_rate=2.5e-3,
             feature_memory_gb=2.0,
