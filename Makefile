@@ -19,7 +19,7 @@ INSTALL = install() { $(PYTHON) -m uv pip install --quiet --python $(PYTHON) "$$
 
 # Every command's own imports, and the libraries that are only imported when they are used.
 IMPORTS := import transformers, datasets, gguf, matplotlib, tensorboardX; \
-	from dspark_jax import convert, evaluate, generate, prepare, train
+	from dspark_jax import convert, evaluate, generate, preflight, prepare, train
 
 # Tests run on the CPU unless JAX_PLATFORMS names a chip. There, libtpu only compiles: it may be
 # loaded by several test workers at once, and must not look for the chips of this machine.

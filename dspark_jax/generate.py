@@ -33,7 +33,7 @@ from dspark_jax.data.conversation import Conversation, Message
 from dspark_jax.data.opened import OpenedTarget, open_target
 from dspark_jax.data.prompts import load_prompts
 from dspark_jax.decoding.plain import generate_plain, plain_step, prefill
-from dspark_jax.decoding.rounds import speculative_round, start
+from dspark_jax.decoding.rounds import draft_head, speculative_round, start
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.verify import Reason
 from dspark_jax.models.drafter import Drafter
@@ -151,7 +151,7 @@ class _Decoder:
         state, _ = begin(*models, *arguments)
         self._begin = functools.partial(begin, *models)
         if drafter is not None:
-            models += (jax.jit(lambda drafter, head: drafter.head(head))(drafter, models[0].head),)
+            models += (draft_head(*models),)
         self._go_on = functools.partial(
             go_on.lower(*models, state, self._params, *self._limits).compile(), *models
         )

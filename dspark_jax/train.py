@@ -191,7 +191,8 @@ def _open_source(
         draft_ids, line = draft_vocabulary(
             train, validation, shape.vocab_size, shape.draft_vocab, target.stop_ids
         )
-        print(line)
+        if not step_folders(workdir):  # else the checkpoint has its own, chosen when it began
+            print(line)
     source = LocalSource(
         target.model,
         config.drafter.target_layer_ids,

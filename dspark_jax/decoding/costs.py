@@ -17,7 +17,7 @@ import numpy as np
 
 from dspark_jax.core.sharding import place, spec
 from dspark_jax.decoding.plain import PlainState, plain_step
-from dspark_jax.decoding.rounds import RoundState, speculative_round, start
+from dspark_jax.decoding.rounds import RoundState, draft_head, speculative_round, start
 from dspark_jax.decoding.sampling import Purpose, SamplingParams, purpose_key, sample
 from dspark_jax.decoding.verify import verify, verify_greedy
 from dspark_jax.models.cache import KVCache
@@ -82,7 +82,7 @@ def round_costs(
     state = begin(target, drafter, prompts, lengths, params, *limits, max_new=proposals + 2)
     taps = np.zeros((batch, proposals + 1, len(drafter.config.target_layer_ids), size), np.float32)
     taps = place(taps, "batch", None, None, None).astype(jnp.dtype(target.config.dtype))
-    head = jax.jit(lambda drafter, head: drafter.head(head))(drafter, target.head)
+    head = draft_head(target, drafter)
     hidden = _backbone(drafter, head, state.anchor, state.draft_cache)
     base = _base_logits(head, hidden)
     drafts, probs = _chain(drafter, base, hidden, state.anchor, lengths, params)

@@ -152,6 +152,12 @@ def propose(
     return Draft(tokens, probs, confidence)
 
 
+@jax.jit
+def draft_head(target: Target, drafter: Drafter) -> TargetHead:
+    """The head that `propose` and `speculative_round` take, for rounds driven from Python."""
+    return drafter.head(target.head)
+
+
 def speculative_round(
     target: Target,
     drafter: Drafter,

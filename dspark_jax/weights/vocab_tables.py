@@ -35,6 +35,11 @@ def ids_of(where: Path, d2t: np.ndarray, t2d: np.ndarray | None, size: int, voca
     ids = d2t.astype(np.int64) + np.arange(size)
     good = ids.min() >= 0 and ids.max() < vocab and len(np.unique(ids)) == size
     agrees = t2d is None or (t2d.shape == (vocab,) and np.array_equal(np.flatnonzero(t2d), ids))
+    if good and agrees and (np.diff(ids) <= 0).any():
+        raise UserError(
+            f"{where}: the target ids of d2t are not ascending, in which order t2d and with it "
+            "speculators take the rows of the LM head: sort d2t, lm_head and markov_w2 by target id"
+        )
     if good and agrees:
         return ids.astype(np.int32)
     absolute = d2t.min() >= 0 and d2t.max() < vocab and (np.diff(d2t) > 0).all()
