@@ -63,7 +63,8 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         # What a quarter of an hour on two cores allows. Short blocks: verifying 5 tokens costs
         # little more than one step of this target, and every slot reads a Markov matrix [V_d, R].
         c.data.update(
-            prompts="generator:1120:4",
+            prompts="generator:960:3",
+            temperature=0.7,
             max_new_tokens=64,
             generation_batch=64,
             sequence_length=512,
@@ -71,15 +72,15 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         c.drafter.update(block_size=4, num_layers=2, markov_rank=32)
         c.train.update(
             num_anchors=64,
-            num_steps=800,
-            validate_every=200,
-            checkpoint_every=200,
+            num_steps=700,
+            validate_every=175,
+            checkpoint_every=175,
             validation_rows=8,
             learning_rate=2.5e-3,
             feature_memory_gb=2.0,
         )
         c.evaluate.update(
-            max_new_tokens=64, batch_size=1, prompts_per_set=4, prompts="generator:16:4"
+            max_new_tokens=64, batch_size=1, prompts_per_set=4, prompts="generator:16:3"
         )
     elif variant == "notebook":
         # A few minutes on two cores: enough to see every step, not a good drafter.

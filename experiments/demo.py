@@ -10,6 +10,7 @@ cores. Run it again after a kill: what is finished is not done again. Leaves in 
 report.json, training_curve.png, acceptance_per_slot.png and export/, which vLLM can serve.
 """
 
+import dataclasses
 import functools
 import json
 import time
@@ -46,7 +47,8 @@ CONFIG = Path(__file__).resolve().parent.parent / "configs" / "smollm2.py"
 SAMPLES = 2  # texts that are shown
 SAMPLE_SEED = 1  # of their prompts, so that they are not among those evaluated
 UNTRAINED_PROMPTS = 4
-SAMPLED_TOGETHER = 8  # prompts, where no speed is measured
+SAMPLED_PROMPTS = 48  # at temperature 1, where accepted lengths scatter more
+SAMPLED_TOGETHER = 16  # of them, as no speed is measured there
 
 
 class Stages:
@@ -150,7 +152,7 @@ def untrained_length(config: RunConfig, workdir: Path) -> float | None:
         ).drafter
         sets = read_sets(
             target,
-            _fewer(config.evaluate.prompts, UNTRAINED_PROMPTS),
+            _ask(config.evaluate.prompts, UNTRAINED_PROMPTS),
             split="",
             per_set=UNTRAINED_PROMPTS,
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -163,27 +165,30 @@ def untrained_length(config: RunConfig, workdir: Path) -> float | None:
 
 def measure(workdir: Path, temperature: float) -> dict[str, Any]:
     """Evaluates on held-out prompts; the speed is compared at temperature 0, one by one."""
-    greedy = temperature == 0
-    request = evaluate.Request(
-        temperature=temperature,
-        plain=greedy,
-        costs=greedy,
-        batch_size=None if greedy else SAMPLED_TOGETHER,
-    )
+    request = evaluate.Request(temperature=temperature)
+    if temperature:
+        request = dataclasses.replace(
+            request,
+            tasks=_ask(read_record(workdir).config.evaluate.prompts, SAMPLED_PROMPTS),
+            prompts_per_set=SAMPLED_PROMPTS,
+            plain=False,
+            costs=False,
+            batch_size=SAMPLED_TOGETHER,
+        )
     out = workdir / f"evaluation_t{temperature:g}" / "report.json"
     report = evaluate.run(request, workdir, out)
     print(evaluate.summary(report))
     return report
 
 
-def _fewer(prompts: str, count: int) -> str:
+def _ask(prompts: str, count: int) -> str:
     """generator:N:K with another N."""
     return ":".join(["generator", str(count), *prompts.split(":")[2:]])
 
 
 def show_texts(workdir: Path) -> list[dict[str, Any]]:
     """Answers a few prompts with and without speculation, streamed."""
-    prompts = _fewer(read_record(workdir).config.evaluate.prompts, SAMPLES)
+    prompts = _ask(read_record(workdir).config.evaluate.prompts, SAMPLES)
     conversations = load_prompts(prompts, split="heldout", seed=SAMPLE_SEED)
     for number, conversation in enumerate(conversations, start=1):
         print(f"prompt {number}: {conversation.messages[0].content}")

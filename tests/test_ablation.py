@@ -99,13 +99,14 @@ def test_no_factorised_drafter_beats_the_best_one():
 @pytest.mark.slow
 def test_a_small_run_shows_what_the_markov_head_is_worth(tmp_path):
     options = markov_ablation.Synthetic(
-        steps=200, rows=128, length=32, measured_rows=48, measured_tokens=128
+        steps=600, rows=256, measured_rows=32, measured_tokens=256
     )
     report = {"synthetic": markov_ablation.run_synthetic(options)}
     figures = report["synthetic"]["drafters"]
     best = report["synthetic"]["computed"]["best_factorised"]["accepted_length"]
     with_head, without = figures["markov"], figures["no_markov"]
-    assert with_head["accepted_length_ci95"][0] > without["accepted_length_ci95"][1]
+    # More than any drafter without the head can reach, and that one reaches no more than it can.
+    assert with_head["accepted_length_ci95"][0] > best + 1
     assert without["accepted_length_ci95"][0] <= best
     assert without["accepted_length"] > 2  # it has learnt, too
     assert with_head["accepted_length"] <= options.slots + 1
