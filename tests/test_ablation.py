@@ -98,9 +98,7 @@ def test_no_factorised_drafter_beats_the_best_one():
 
 @pytest.mark.slow
 def test_a_small_run_shows_what_the_markov_head_is_worth(tmp_path):
-    options = markov_ablation.Synthetic(
-        steps=600, rows=256, measured_rows=32, measured_tokens=256
-    )
+    options = markov_ablation.Synthetic(steps=600, rows=256, measured_rows=32, measured_tokens=256)
     report = {"synthetic": markov_ablation.run_synthetic(options)}
     figures = report["synthetic"]["drafters"]
     best = report["synthetic"]["computed"]["best_factorised"]["accepted_length"]
