@@ -40,6 +40,12 @@ def make_mesh(fsdp: int = 1, tp: int = 1) -> jax.sharding.Mesh:
     )
 
 
+def platform() -> str:
+    """Of the devices that the current mesh has, here or in a compiler's description of them."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return device.platform if device else jax.default_backend()
+
+
 def spec(*axes: str | None) -> P:
     """PartitionSpec of logical axis names; a mesh axis may be used once."""
     mesh_axes = [RULES.get(axis) if axis else None for axis in axes]

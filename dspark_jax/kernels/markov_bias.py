@@ -25,6 +25,8 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from dspark_jax.core.sharding import platform
+
 # "interpret" runs the Mosaic kernel, its copies of rows included, as plain XLA on any machine.
 Implementation = Literal["xla", "mosaic_tpu", "triton", "interpret"]
 
@@ -122,7 +124,7 @@ def _choose(implementation: Implementation | None, logits, source, w2) -> Implem
         raise ValueError(f"w2 {w2.shape} is not [V, R] = {(logits.shape[-1], source.shape[-1])}")
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f"implementation {implementation!r} is none of {get_args(Implementation)}")
-    backend = {"tpu": "mosaic_tpu", "gpu": "triton"}.get(jax.default_backend(), "xla")
+    backend = {"tpu": "mosaic_tpu", "gpu": "triton"}.get(platform(), "xla")
     axis_types = set(jax.sharding.get_abstract_mesh().axis_types)
     obstacle = None
     if any(x.dtype not in (jnp.float32, jnp.bfloat16) for x in (logits, source, w2)):
