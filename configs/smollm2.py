@@ -64,7 +64,7 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
         # little more than one step of this target, and every slot reads a Markov matrix [V_d, R].
         c.data.update(
             prompts="generator:960:3",
-            temperature=0.7,
+            temperature=0.4,
             max_new_tokens=64,
             generation_batch=64,
             sequence_length=512,
