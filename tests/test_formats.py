@@ -360,17 +360,16 @@ def test_run_deepspec_speculators_and_back(case, target, tmp_path, capsys):
     dtypes, changes = ROUND[case]
     arrays = make_run(tmp_path / "run", target, dtypes, **changes)
     source = str(tmp_path / "run")
-    hops = ["deepspec", "speculators", "orbax", "speculators", "deepspec", "orbax", "deepspec"]
+    hops = ["deepspec", "speculators", "orbax", "speculators", "deepspec"]
     for number, layout in enumerate(hops):
         out = tmp_path / f"{number}"
         convert(source, layout, out, force=layout == "speculators")
         source = str(out)
-    assert content(tmp_path / "0") == content(tmp_path / "4") == content(tmp_path / "6")
+    assert content(tmp_path / "0") == content(tmp_path / "4")
     assert content(tmp_path / "1") == content(tmp_path / "3")
-    for run in ("2", "5"):
-        assert same_arrays(load_arrays(tmp_path / run, 7), arrays)
-        assert read_record(tmp_path / run) == read_record(tmp_path / "run")
-    drafter = load_drafter(read_record(tmp_path / "5"), tmp_path / "5", 7)  # as evaluate does
+    assert same_arrays(load_arrays(tmp_path / "2", 7), arrays)
+    assert read_record(tmp_path / "2") == read_record(tmp_path / "run")
+    drafter = load_drafter(read_record(tmp_path / "2"), tmp_path / "2", 7)  # as evaluate does
     assert all(
         np.array_equal(x, arrays[name].astype(np.float32)) for name, x in named(drafter).items()
     )
