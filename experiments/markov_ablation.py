@@ -1,13 +1,13 @@
 """What the Markov head is worth: DSpark against the same drafter without it (DFlash).
 
     python experiments/markov_ablation.py --part=synthetic --out=runs/markov
-    python experiments/markov_ablation.py --part=smollm2 --steps=150 --out=runs/markov
-    python experiments/markov_ablation.py --part=smollm2 --workdir_data=runs/smollm2/data ...
+    python experiments/markov_ablation.py --part=smollm2 --out=runs/markov
+    python experiments/markov_ablation.py --part=smollm2 --workdir_data=runs/demo/data ...
 
 Same data, same steps, same everything but the head. `synthetic` takes a target whose distribution
 is known exactly (collision.py), so measured accepted lengths stand beside the computed optimum of
-drafters with and without knowledge of their own last word. `smollm2` trains both on answers of the
-bundled target and measures them on held-out prompts.
+drafters with and without knowledge of their own last word. `smollm2` trains both as the demo does, on
+answers of the bundled target, and measures them on held-out prompts.
 
 Writes ablation.json and ablation.png to --out and prints a table. A part that is there already is
 kept, so the two can be run one after the other.
@@ -49,6 +49,8 @@ from dspark_jax.models.target import Target
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 from dspark_jax.training.step import Recipe, init_state, make_optimizer, train_step
 
+HELD_OUT = 48  # prompts that the drafters of SmolLM2 are measured on
+SEEN_OFTEN = 30  # a slot decided in fewer rounds is no point in the picture
 LABELS = {"markov": "DSpark", "no_markov": "DFlash (no Markov head)"}
 
 
@@ -212,10 +214,10 @@ def run_smollm2(steps: int, out: Path, data: Path | None) -> dict[str, Any]:
     """Trains both drafters for the bundled target and measures them on held-out prompts.
 
     Args:
-      data: a folder that prepare has made; None lets the target answer 300 generated prompts.
+      data: a folder that prepare has made; None lets the target answer the demo's prompts.
     """
-    base = from_mapping(RunConfig, _config_file("configs/smollm2.py"))
-    where = dataclasses.replace(base.data, path=str(data or out / "data"), prompts="generator:300")
+    base = from_mapping(RunConfig, _config_file("configs/smollm2.py", "demo"))
+    where = dataclasses.replace(base.data, path=str(data or out / "data"))
     recipe = dataclasses.replace(
         base.train, num_steps=steps, validate_every=steps, checkpoint_every=steps
     )
@@ -241,20 +243,22 @@ def _held_out(workdir: Path) -> dict[str, Any]:
     with jax.set_mesh(make_mesh(record.config.mesh.fsdp, record.config.mesh.tp)):
         target = open_target(record.config.target, record.config.target_dtype)
         drafter = load_drafter(record, workdir, choose_step(workdir, "latest"))
+        _, _, *domain = record.config.evaluate.prompts.split(":")
+        prompts = ":".join(["generator", str(HELD_OUT), *domain])
         sets = read_sets(
-            target, "generator:32", split="test", per_set=32, max_prompt_tokens=256, seed=0
+            target, prompts, split="test", per_set=HELD_OUT, max_prompt_tokens=256, seed=0
         )
         for temperature in (1.0, 0.0):
-            how = Decoding(temperature, max_new_tokens=96, batch_size=8, plain=False)
+            how = Decoding(temperature, max_new_tokens=64, batch_size=24, plain=False)
             outcomes = run_sets(target, drafter, sets, how).outcomes.values()
             pooled = set_result([outcome for group in outcomes for outcome in group])
             found[f"temperature_{temperature:.0f}"] = dataclasses.asdict(pooled)
     return found
 
 
-def _config_file(name: str) -> dict[str, Any]:
+def _config_file(name: str, variant: str) -> dict[str, Any]:
     path = Path(__file__).resolve().parent.parent / name
-    return runpy.run_path(str(path))["get_config"]().to_dict()
+    return runpy.run_path(str(path))["get_config"](variant).to_dict()
 
 
 def summary(report: Mapping[str, Any]) -> str:
@@ -303,7 +307,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         panels.append(("Phrases of known distribution", lines))
     if smollm2 := report.get("smollm2"):
         lines = [(f"{LABELS[name]}, temperature {key[-1]}, {one[key]['accepted_length']:.2f}",
-                  one[key]["conditional_acceptance"], dash, index)
+                  _seen_often(one[key]), dash, index)
                  for key, dash in (("temperature_1", "-"), ("temperature_0", "--"))
                  for index, (name, one) in enumerate(smollm2["drafters"].items())]  # fmt: skip
         panels.append((f"SmolLM2-135M, {smollm2['steps']} training steps", lines))
@@ -320,10 +324,18 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         axis.set_ylim(0, 1.04)
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc="lower left")
+        top = max(value for _, values, *_ in lines for value in values if value is not None)
+        axis.legend(frameon=False, fontsize=8, loc="upper right" if top < 0.75 else "lower left")
     temporary = path.with_name(f".{path.name}.tmp.png")
     figure.savefig(temporary)
     temporary.replace(path)
+
+
+def _seen_often(figures: Mapping[str, Any]) -> list[float | None]:
+    """Conditional acceptance of the slots that enough rounds decided."""
+    reached = [figures["rounds"] * share for share in (1.0, *figures["survival"])]
+    pairs = zip(figures["conditional_acceptance"], reached, strict=False)
+    return [value if number >= SEEN_OFTEN else None for value, number in pairs]
 
 
 def main() -> None:
@@ -342,7 +354,7 @@ def main() -> None:
         report["synthetic"] = run_synthetic(Synthetic(steps=given.steps or Synthetic.steps))
         write_json(path, report)
     if given.part in ("smollm2", "all"):
-        report["smollm2"] = run_smollm2(given.steps or 150, out, data)
+        report["smollm2"] = run_smollm2(given.steps or 400, out, data)
         write_json(path, report)
     report = json.loads(path.read_text())
     draw(report, out / "ablation.png")
@@ -353,6 +365,6 @@ def main() -> None:
 if __name__ == "__main__":  # flags too: tests import this file beside the commands
     flags.DEFINE_enum("part", "all", ["synthetic", "smollm2", "all"], "What to run.")
     flags.DEFINE_string("out", "runs/markov_ablation", "Folder of the results.")
-    flags.DEFINE_integer("steps", None, "Steps of each training; by default 800 and 150.")
+    flags.DEFINE_integer("steps", None, "Steps of each training; by default 800 and 400.")
     flags.DEFINE_string("workdir_data", None, "Folder that prepare has made (smollm2 only).")
     run_main(main)
