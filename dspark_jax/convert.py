@@ -59,8 +59,8 @@ from dspark_jax.weights.layouts import (
     algorithm_of,
     format_of,
 )
-from dspark_jax.weights.names import DRAFT_IDS
-from dspark_jax.weights.vocab_tables import head_rows, target_table
+from dspark_jax.weights.names import DRAFT_IDS, EMBED
+from dspark_jax.weights.vocab_tables import head_rows, scaled_embedding, target_table
 
 
 def convert(
@@ -101,6 +101,11 @@ def convert(
                 f"{source}: {' and '.join(wanted)} are the target's, which is not in {directory}; "
                 "give --target=FOLDER_OR_HUB_ID"
             )
+        if (scale := shape.embed_scale) != 1.0 and not embeddings:
+            raise UserError(
+                f"{source}: --noembeddings, but the target multiplies its embedding by "
+                f"{scale:.4g}, which no reader does: the scaled one belongs into the file"
+            )
         ids = drafter.arrays.get(DRAFT_IDS)
         exported = export_drafter(
             drafter.arrays,
@@ -110,7 +115,11 @@ def convert(
             Origin(drafter.step, to_mapping(record.config), record.fingerprint),
             layout=to,
             shared={
-                name: target_table(directory, name) if ids is None else head_rows(directory, ids)
+                name: scaled_embedding(directory, scale, record.config.target_dtype)
+                if name == EMBED and scale != 1.0
+                else target_table(directory, name)
+                if name == EMBED or ids is None
+                else head_rows(directory, ids)
                 for name in wanted
             },
             dtype=dtype,

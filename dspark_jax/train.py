@@ -44,7 +44,7 @@ from dspark_jax.data.opened import OpenedTarget, open_target
 from dspark_jax.decoding.responses import prepare_dataset
 from dspark_jax.features.local import LocalSource, check_features
 from dspark_jax.models.drafter import DrafterShape
-from dspark_jax.models.target import FAMILIES
+from dspark_jax.models.target_config import FAMILIES
 from dspark_jax.models.warm_start import check_warm_start
 from dspark_jax.training.checkpoint import (
     RunRecord,

@@ -167,7 +167,8 @@ class ReferenceDrafter:
     def __init__(self, weights, embed, lm_head, shape):
         self.w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
         self.draft_ids = [int(token) for token in weights.get("draft_ids", range(len(lm_head)))]
-        self.embed = np.asarray(embed, np.float64)
+        self.embed = np.asarray(embed, np.float64) * shape.embed_scale
+        self.cap = shape.logit_softcap
         self.lm_head = np.asarray(lm_head, np.float64)
         self.shape = shape
         self.config = shape.config
@@ -261,8 +262,12 @@ class ReferenceDrafter:
 
     def draft_logits(self, h: np.ndarray, latent: np.ndarray | None) -> np.ndarray:
         """Logits [V_d] of a slot, in the order of `draft_ids`."""
-        z = np.array([self.lm_head[token] @ h for token in self.draft_ids])
+        z = self.capped(np.array([self.lm_head[token] @ h for token in self.draft_ids]))
         return z if latent is None else z + self.w["markov.w2"] @ latent
+
+    def capped(self, logits: np.ndarray) -> np.ndarray:
+        """What a target that caps its logits makes of them."""
+        return self.cap * np.tanh(logits / self.cap) if self.cap else logits
 
     def terms(self, rows: list[Row], anchors: list[list[int]], decay: float) -> list[Term]:
         """Every supervised slot of the blocks at the anchors of each row."""
@@ -289,6 +294,7 @@ class ReferenceDrafter:
                     label = slots[k].label
                     z = self.draft_logits(h, latent)
                     zt = self.lm_head @ np.asarray(row.last_hidden[label - 1], np.float64)
+                    zt = self.capped(zt)
                     p, q = softmax(zt), np.zeros(len(zt))  # over all the target can say
                     q[self.draft_ids] = softmax(z)
                     l1 = float(np.abs(q - p).sum())

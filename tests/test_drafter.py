@@ -390,8 +390,8 @@ def test_taps_and_mask_must_exist(changes, message):
     DrafterShape.of(drafter_config(target_layer_ids=(-1, 0, 3)), target_config())
 
 
-def test_targets_whose_logits_are_transformed_are_refused():
-    """Soft-caps and embedding scales would have to act on both sides (R018)."""
+def test_targets_whose_logits_are_transformed_in_another_way_are_refused():
+    """Gemma 2 also caps its attention scores (R018; Gemma 3 and 4: test_gemma_drafter.py)."""
     with pytest.raises(UserError, match="gemma2"):
         TargetConfig.from_hf({"model_type": "gemma2", "final_logit_softcapping": 30.0}, "float32")
 

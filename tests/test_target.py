@@ -20,7 +20,8 @@ from dspark_jax.models.layers import (
     inverse_frequencies,
     rope_angles,
 )
-from dspark_jax.models.target import TargetConfig, check_taps, rope_from_hf
+from dspark_jax.models.rope_config import rope_from_hf
+from dspark_jax.models.target import TargetConfig, check_taps
 from dspark_jax.weights.safetensors import load_target
 
 BATCH, LENGTH, CAPACITY = 4, 32, 40

@@ -184,6 +184,41 @@ def test_values_and_gradients(rows, chunk, latent, kept):
     np.testing.assert_array_equal(np.asarray(grads[0])[~live], 0)
 
 
+@VOCABULARIES
+def test_soft_cap(kept):
+    """Both sides are capped, the bias is not: values against numpy, gradients against autodiff."""
+    hidden, latent, w2, head, teacher, labels, weights = operands(7, kept=kept)
+    cap, options = 1.5, {"ce_weight": CE, "l1_weight": L1, "kl_weight": KL}
+    zt = cap * np.tanh(as_float(teacher.hidden) @ as_float(whole_head()).T / cap)
+    if kept is not None:
+        best = np.where(np.isin(zt.argmax(-1), kept), np.searchsorted(kept, zt.argmax(-1)), -1)
+        lse = np.log(np.exp(zt).sum(-1)).astype(np.float32)
+        teacher = Teacher(teacher.hidden, lse, best.astype(np.int32))
+
+    def run(function, **more):
+        def loss(trained, rest):
+            return function(*trained, *rest, **options, **more)
+
+        args = (hidden, latent, w2, head, teacher, labels, weights)
+        args = placed(args) if more.get("chunk") else args
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(args[:3], args[3:])
+
+    (value, terms), grads = run(vocab_loss, softcap=cap, chunk=12)
+    (_, plain), _ = run(vocab_loss, chunk=12)
+    (wanted, _), reference = run(vocab_loss_reference, softcap=cap)
+    assert value == pytest.approx(float(wanted), rel=1e-6)
+    for got, want in zip(grads, reference):
+        close(got, want, 1e-5)
+    z = cap * np.tanh(as_float(hidden) @ as_float(head).T / cap) + as_float(latent) @ as_float(w2).T
+    q = np.zeros_like(zt)
+    q[..., slice(None) if kept is None else kept] = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    p = np.exp(zt) / np.exp(zt).sum(-1, keepdims=True)
+    live = weights > 0
+    l1 = np.asarray(terms.l1)
+    np.testing.assert_allclose(l1[live], np.abs(q - p).sum(-1)[live], rtol=1e-5, atol=1e-5)
+    assert np.abs(np.asarray(plain.l1) - l1)[live].max() > 0.1  # and it matters
+
+
 def test_what_the_target_puts_outside_a_pruned_vocabulary_is_lost():
     """Half of p is on a token that cannot be drafted: no q is accepted more than 0.3 (R029)."""
     kept, p = np.array([0, 2, 5]), np.array([0.1, 0.5, 0.1, 0.1, 0.1, 0.1])

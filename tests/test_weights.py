@@ -64,7 +64,28 @@ def drafter_parameters(**changes):
     return named(abstract(lambda key: Drafter(shape, rngs=nnx.Rngs(key)), jax.random.key(0)))
 
 
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 VARIANTS = {
+    "qwen3_moe": (
+        names.TARGET,
+        target_parameters,
+        {"family": "qwen3_moe", "num_experts_per_tok": 2, "norm_topk_prob": True, **EXPERTS},
+    ),
+    "gemma4": (
+        names.TARGET,
+        target_parameters,
+        {
+            "family": "gemma4_text",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+            "sliding_window": 4,
+            "hidden_size_per_layer_input": 8,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            **EXPERTS,
+        },
+    ),
     "llama": (names.TARGET, target_parameters, {}),
     "llama, tied": (names.TARGET, target_parameters, {"tie_word_embeddings": True}),
     "qwen3": (names.TARGET, target_parameters, {"family": "qwen3", "num_hidden_layers": 11}),

@@ -14,6 +14,7 @@ from dspark_jax.checks.facts import (
     TargetFacts,
 )
 from dspark_jax.checks.weights import BORROWED, borrowed_rows_agree, stored_head
+from dspark_jax.models.target_config import embed_scale
 
 ENGINES = ("vllm", "sglang", "tpu-inference")
 _CONFIG = "config.json"
@@ -230,6 +231,22 @@ def check_positions(drafter: DrafterFacts, target: TargetFacts, engine: str) -> 
         yield Finding(WARN, "context length", where, why, remedy)
 
 
+def check_scales(drafter: DrafterFacts, target: TargetFacts, engine: str) -> Iterator[Finding]:
+    """Gemma's factor on the embedding and cap on the logits, which its drafters have as well."""
+    # vLLM's qwen3_dflash.py looks embeddings up as they are and caps nothing.
+    if engine != "vllm":
+        return
+    scale = embed_scale(target.config.get("model_type"), target.config["hidden_size"])
+    if scale != 1.0 and drafter.tensors and "embed_tokens.weight" not in drafter.tensors:
+        why = f"missing, and vLLM would feed the target's without its factor {scale:.4g}"
+        remedy = "export again: the scaled embedding belongs into the file"
+        yield Finding(REFUSE, "embedding scale", "weights: embed_tokens.weight", why, remedy)
+    if cap := target.config.get("final_logit_softcapping"):
+        why = f"{cap:g}: vLLM does not cap the logits of Qwen3 draft layers"
+        where = "target's config.json: final_logit_softcapping"
+        yield Finding(WARN, "logit soft-cap", where, why, "measure the accepted length there")
+
+
 CHECKS: tuple[Callable[[DrafterFacts, TargetFacts, str], Iterator[Finding]], ...] = (
     check_layout,
     check_kind,
@@ -237,4 +254,5 @@ CHECKS: tuple[Callable[[DrafterFacts, TargetFacts, str], Iterator[Finding]], ...
     check_causality,
     check_vocabulary,
     check_positions,
+    check_scales,
 )

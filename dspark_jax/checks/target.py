@@ -19,7 +19,8 @@ from dspark_jax.checks.facts import (
     TargetFacts,
 )
 from dspark_jax.core.errors import UserError
-from dspark_jax.models.target import rope_from_hf
+from dspark_jax.models.rope_config import ropes_from_hf
+from dspark_jax.models.target_config import text_config
 from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
 from dspark_jax.weights.importing import RECORD
 from dspark_jax.weights.safetensors import TensorFiles, read_json
@@ -48,10 +49,7 @@ def read_target(directory: Path, name: str) -> TargetFacts:
       UserError: no usable config.json.
     """
     whole = read_json(directory / "config.json")
-    config = whole
-    if isinstance(whole.get("text_config"), dict):  # vision-language models nest their text model
-        shared = ("architectures", "quantization_config")
-        config = {name: whole[name] for name in shared if name in whole} | whole["text_config"]
+    config = text_config(whole)
     for field in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if type(config.get(field)) is not int:
             raise UserError(
@@ -60,7 +58,7 @@ def read_target(directory: Path, name: str) -> TargetFacts:
     rope, files, identity = None, None, None
     rows, dtype, problems = config["vocab_size"], "", []
     try:
-        rope = rope_from_hf(config, "config.json")
+        rope, _ = ropes_from_hf(config, "config.json")
     except UserError as error:
         problems.append(_unknown("target's RoPE", "config.json", str(error)))
     try:

@@ -18,6 +18,8 @@ from dspark_jax.checks.facts import (
 )
 from dspark_jax.core.config import MARKOV_HEADS
 from dspark_jax.core.errors import UserError
+from dspark_jax.models.target_config import embed_scale
+from dspark_jax.weights.importing import equal_scaled
 from dspark_jax.weights.vocab_tables import TABLES, ids_of
 
 _CONFIG = "config.json"
@@ -211,5 +213,7 @@ def borrowed_rows_agree(drafter: DrafterFacts, target: TargetFacts, name: str) -
         return False
     a = sample_rows(drafter.files, tensor.stored, rows)
     b = sample_rows(target.files, theirs, wanted)
-    shorter = min((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
-    return np.array_equal(*(x.astype(shorter).astype(np.float32) for x in (a, b)))
+    if name != "lm_head.weight":
+        scale = embed_scale(target.config.get("model_type"), target.config["hidden_size"])
+        return equal_scaled(a, b, scale)
+    return equal_scaled(a, b, 1.0)

@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 from dspark_jax.core.errors import UserError
 
 # Logical axis of an array -> axis of the device mesh. Axes not listed are replicated.
-RULES = {"batch": "fsdp", "embed": "fsdp", "heads": "tp", "mlp": "tp", "vocab": "tp"}
+RULES = {
+    "batch": "fsdp",
+    "embed": "fsdp",
+    "heads": "tp",
+    "mlp": "tp",
+    "experts": "tp",
+    "vocab": "tp",
+}
 
 
 def make_mesh(fsdp: int = 1, tp: int = 1) -> jax.sharding.Mesh:

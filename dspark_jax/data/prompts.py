@@ -276,6 +276,10 @@ def _message(entry: Any, where: str) -> Message:
 
 
 def _check_content(turn: Message, where: str) -> None:
+    if seen := _not_text(turn.content):
+        raise UserError(
+            f"prompts: {where}: {turn.role} message holds {seen!r}; the commands take text only"
+        )
     if not isinstance(turn.content, str):
         raise UserError(f"prompts: {where}: {turn.role} text is {_kind(turn.content)}, not text")
     if turn.role == "user" and not turn.content.strip():
@@ -284,6 +288,13 @@ def _check_content(turn: Message, where: str) -> None:
         turn.content.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"prompts: {where} holds a lone surrogate, not valid text") from error
+
+
+def _not_text(content: Any) -> str:
+    """The kind of the first part that is no text, in messages made of parts ("" if none)."""
+    parts = content if isinstance(content, list) else []
+    kinds = (str(part.get("type") or "text") for part in parts if isinstance(part, dict))
+    return next((kind for kind in kinds if kind != "text"), "")
 
 
 def _kind(value: Any) -> str:

@@ -2,11 +2,12 @@
 
 `vocab_loss` is equivalent to
 
-    z = hidden @ head.T + latent @ w2.T            # drafter's logits
-    p = softmax(teacher @ head.T); q = softmax(z)
+    z = cap(hidden @ head.T) + latent @ w2.T       # drafter's logits
+    p = softmax(cap(teacher @ head.T)); q = softmax(z)
     ce = logsumexp(z) - z[label]; l1 = sum(abs(q - p)); kl = sum(p * log(p / q))
     loss = sum(weight * (ce_weight * ce + l1_weight * l1 + kl_weight * kl))
 
+where cap(x) = softcap * tanh(x / softcap) for targets that cap their logits (Gemma), else x.
 The gradient of a row needs only that row's logits, so it is computed together with the loss while
 they exist: a scan over chunks keeps [B, chunk, V] and nothing is computed twice.
 
@@ -60,12 +61,15 @@ def vocab_loss_reference(
     ce_weight: float,
     l1_weight: float,
     kl_weight: float = 0.0,
+    softcap: float = 0.0,
 ) -> tuple[jax.Array, VocabTerms]:
     """The same in plain jnp with all logits in memory; differentiable by jax.grad."""
     z = jnp.einsum("bnd,vd->bnv", hidden, head, preferred_element_type=jnp.float32)
+    z = softcap * jnp.tanh(z / softcap) if softcap else z
     if latent is not None:
         z = z + jnp.einsum("bnr,vr->bnv", latent, w2, preferred_element_type=jnp.float32)
     zt = jnp.einsum("bnd,vd->bnv", teacher.hidden, head, preferred_element_type=jnp.float32)
+    zt = softcap * jnp.tanh(zt / softcap) if softcap else zt
     lse = jax.nn.logsumexp(zt, axis=-1) if teacher.lse is None else teacher.lse
     best = zt.argmax(-1) if teacher.best is None else teacher.best
     log_p, log_q = zt - lse[..., None], jax.nn.log_softmax(z)
@@ -92,6 +96,7 @@ def vocab_loss(
     ce_weight: float,
     l1_weight: float,
     kl_weight: float = 0.0,
+    softcap: float = 0.0,
     chunk: int = 256,
 ) -> tuple[jax.Array, VocabTerms]:
     """Weighted loss of N rows per batch entry, and the terms of each row.
@@ -102,6 +107,7 @@ def vocab_loss(
       labels: i32[B, N] draft ids, -1 = the data's token is none; weights: f32[B, N], 0 = the row
         has no influence, whatever it holds.
       ce_weight, l1_weight, kl_weight: weights of the terms.
+      softcap: of the target's logits and of the drafter's before `latent`; 0 = none.
       chunk: about so many rows have logits at a time.
 
     Returns:
@@ -112,7 +118,7 @@ def vocab_loss(
     lse = None if teacher.lse is None else jnp.where(live[..., 0], teacher.lse, 0)
     teacher = Teacher(jnp.where(live, teacher.hidden, 0), lse, teacher.best)
     latent = None if latent is None else jnp.where(live, latent, 0)
-    options = (ce_weight, l1_weight, kl_weight, chunk)
+    options = (ce_weight, l1_weight, kl_weight, softcap, chunk)
     return _loss(hidden, latent, w2, head, teacher, labels, weights, options)
 
 
@@ -137,7 +143,7 @@ _loss.defvjp(_forward, _backward)
 
 
 def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grads):
-    ce_weight, l1_weight, kl_weight, chunk = options
+    ce_weight, l1_weight, kl_weight, softcap, chunk = options
     batch, rows, _ = hidden.shape
     size = max(min(chunk // batch, rows), 1)
     count = -(-rows // size)
@@ -156,13 +162,14 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
         label = jnp.maximum(label, 0)
         vocab_out = (*flat, "vocab")
         f32 = {"preferred_element_type": jnp.float32}
-        z = einsum("bnd,vd->bnv", h, head_c, out=vocab_out, **f32)
-        own = jnp.einsum("bnd,bnd->bn", h, gather_rows(head_c, label, ("batch", None, None)), **f32)
+        z, slope = _capped(einsum("bnd,vd->bnv", h, head_c, out=vocab_out, **f32), softcap)
+        rows_head = gather_rows(head_c, label, ("batch", None, None))
+        own, own_slope = _capped(jnp.einsum("bnd,bnd->bn", h, rows_head, **f32), softcap)
         if e is not None:
             z = z + einsum("bnr,vr->bnv", e, w2, out=vocab_out, **f32)
             rows_w2 = gather_rows(w2, label, ("batch", None, None))
             own = own + jnp.einsum("bnr,bnr->bn", e, rows_w2)
-        zt = einsum("bnd,vd->bnv", t.hidden, head_c, out=vocab_out, **f32)
+        zt, _ = _capped(einsum("bnd,vd->bnv", t.hidden, head_c, out=vocab_out, **f32), softcap)
         top = z.max(-1, keepdims=True)
         q = jnp.exp(z - top)
         total = q.sum(-1, keepdims=True)
@@ -202,9 +209,10 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
         if kl_weight:
             share = within[..., None] if t.lse is not None else within
             d_z = d_z + w * kl_weight * (share * q - p)
+        d_base = (d_z * slope).astype(h.dtype)
         d_z = d_z.astype(h.dtype)
-        d_h = einsum("bnv,vd->bnd", d_z, head_c, out=(*flat, None), **f32)
-        d_h = d_h - hit * gather_rows(head_c, label, ("batch", None, None))
+        d_h = einsum("bnv,vd->bnd", d_base, head_c, out=(*flat, None), **f32)
+        d_h = d_h - hit * (own_slope[..., None] if softcap else own_slope) * rows_head
         d_e = None
         if e is not None:
             d_e = einsum("bnv,vr->bnr", d_z, w2.astype(h.dtype), out=(*flat, None), **f32)
@@ -232,6 +240,14 @@ def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grad
     # With one row and one chunk a reshape forgets which axis was sharded.
     grads = jax.tree.map(_placed_like, (d_hidden, d_latent, d_w2), (hidden, latent, w2))
     return loss, terms, grads
+
+
+def _capped(logits: jax.Array, cap: float) -> tuple[jax.Array, jax.Array | float]:
+    """Capped logits and their derivative by the logits; both cost nothing without a cap."""
+    if not cap:
+        return logits, 1.0
+    tanh = jnp.tanh(logits / cap)
+    return cap * tanh, 1.0 - tanh * tanh
 
 
 def _placed_like(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -39,13 +39,19 @@ class KVCache:
         cls, num_layers: int, batch: int, capacity: int, num_kv_heads: int, head_dim: int, dtype
     ) -> "KVCache":
         """An empty cache on the current mesh."""
-        v_shape = (batch, num_kv_heads, capacity, head_dim)
-        k_shape = (batch, num_kv_heads, head_dim, capacity)
+        return cls.of(((num_kv_heads, head_dim),) * num_layers, batch, capacity, dtype)
 
-        def empty(shape: tuple[int, ...]) -> jax.Array:
+    @classmethod
+    def of(cls, sizes: tuple[tuple[int, int], ...], batch: int, capacity: int, dtype) -> "KVCache":
+        """An empty cache of layers with these (key/value heads, head dimension)."""
+
+        def empty(*shape: int) -> jax.Array:
             return jnp.zeros(shape, dtype, out_sharding=spec("batch", "heads", None, None))
 
-        layers = tuple(LayerCache(empty(k_shape), empty(v_shape)) for _ in range(num_layers))
+        layers = tuple(
+            LayerCache(empty(batch, heads, dim, capacity), empty(batch, heads, capacity, dim))
+            for heads, dim in sizes
+        )
         return cls(layers, jnp.zeros((batch,), jnp.int32, out_sharding=spec("batch")))
 
     def advance(self, count: jax.Array) -> "KVCache":

@@ -35,10 +35,15 @@ class DrafterShape:
     rms_norm_eps: float
     rope: RopeConfig
     max_positions: int
+    embed_scale: float = 1.0  # of the borrowed embedding and LM head, as in `TargetHead`
+    logit_softcap: float = 0.0
 
     @classmethod
     def of(cls, config: DrafterConfig, target: TargetConfig) -> "DrafterShape":
         """Fills in the target's sizes; where first weights come from is no part of a shape.
+
+        RoPE is that of the target's layers which see everything. Positions count tokens, also where
+        the target's M-RoPE gives an image fewer.
 
         Raises:
           UserError: taps out of range or the last layer; a mask id without an embedding row.
@@ -67,6 +72,8 @@ class DrafterShape:
             rms_norm_eps=target.rms_norm_eps,
             rope=target.rope,
             max_positions=target.max_positions,
+            embed_scale=target.embed_scale,
+            logit_softcap=target.logit_softcap,
         )
         if shape.num_heads % shape.num_kv_heads:
             raise UserError(
@@ -212,7 +219,7 @@ class Drafter(nnx.Module):
         if not self.shape.pruned:
             return target
         rows = target.weight.at[self.draft_ids[...]].get(out_sharding=spec("vocab", "embed"))
-        return TargetHead(target.embed, rows)
+        return dataclasses.replace(target, lm_head=rows)
 
     def to_target(self, draft: jax.Array) -> jax.Array:
         """Draft ids i32[B, ...] as target ids."""

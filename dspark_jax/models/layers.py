@@ -5,6 +5,7 @@ Weights are stored [out, in], the layout of the checkpoint files, with heads unf
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -20,7 +21,7 @@ class RopeConfig:
     """Rotary embedding: base, scaling kind and its parameters (names of transformers)."""
 
     theta: float = 10000.0
-    kind: str = "default"  # default, linear, llama3, yarn
+    kind: str = "default"  # default, linear, llama3, yarn, proportional
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -37,6 +38,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, fl
     Computed in float64 on the host and kept in float32: bf16-rounded frequencies are 0.6 rad off
     at distance 512 (a fault of a public trainer). Formulas: transformers modeling_rope_utils.
     """
+    if rope.kind == "proportional":  # Gemma 4: the last frequencies are 0, they turn nothing
+        turned = int(rope.partial_rotary_factor * head_dim // 2)
+        inv = 1.0 / rope.theta ** (np.arange(0, 2 * turned, 2, dtype=np.float64) / head_dim)
+        inv = np.pad(inv / rope.factor, (0, head_dim // 2 - turned))
+        return inv.astype(np.float32), 1.0
     dim = int(head_dim * rope.partial_rotary_factor)
     inv = 1.0 / rope.theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     scale = 1.0
@@ -79,6 +85,23 @@ def rope_angles(
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
 
+def mrope_angles(
+    rope: RopeConfig, head_dim: int, positions: jax.Array, section: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """`rope_angles` of positions i32[3, ...] in time, height and width (interleaved M-RoPE).
+
+    Frequency i belongs to height if i % 3 is 1, to width if it is 2, each as far as its section
+    goes, and else to time (transformers, Qwen3VLTextRotaryEmbedding). Three equal rows give
+    `rope_angles`.
+    """
+    inv, scale = inverse_frequencies(rope, head_dim)
+    index = np.arange(len(inv))
+    time, height, width = positions[..., None].astype(jnp.float32)
+    at = jnp.where((index % 3 == 1) & (index < 3 * section[1]), height, time)
+    angles = jnp.where((index % 3 == 2) & (index < 3 * section[2]), width, at) * inv
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the first dimensions of heads x [..., T, H]; cos, sin [..., T, rotary/2]."""
     half = cos.shape[-1]
@@ -88,11 +111,17 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last axis in float32, result in the dtype of x."""
+def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, offset: float = 0.0) -> jax.Array:
+    """RMSNorm over the last axis in float32, result in the dtype of x.
+
+    The factor is `offset + weight` (Gemma 3 stores its weights less 1); None = no factor.
+    """
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+    if weight is not None:
+        weight = weight.astype(jnp.float32)
+        x32 = x32 * (offset + weight if offset else weight)
+    return x32.astype(x.dtype)
 
 
 def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
@@ -103,25 +132,33 @@ def masked_softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:
     return weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float = 0.0
+) -> jax.Array:
     """Grouped-query attention.
 
     Args:
       q: [B, K, Q, T, H] (already rotated and normalised).
       k: [B, K, H, S]; v: [B, K, S, H] (the layout of the cache).
       mask: bool[B, T, S], True where the query may see the key.
+      scale: of the scores; 0 = H ** -0.5.
 
     Returns:
       [B, K, Q, T, H].
     """
-    scale = q.shape[-1] ** -0.5
+    scale = scale or q.shape[-1] ** -0.5
     scores = jnp.einsum("bkqth,bkhs->bkqts", q * scale, k, preferred_element_type=jnp.float32)
     weights = masked_softmax(scores, mask[:, None, None]).astype(v.dtype)
     return jnp.einsum("bkqts,bksh->bkqth", weights, v)
 
 
 def attend_causally(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, chunk: int = 256
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    scale: float = 0.0,
+    chunk: int = 256,
 ) -> jax.Array:
     """`attend` where key i belongs to query i and no query sees a later key.
 
@@ -130,20 +167,19 @@ def attend_causally(
 
     Args:
       q: [B, K, Q, S, H]; k: [B, K, H, S]; v: [B, K, S, H].
-      mask: bool[B, S, S], False above the diagonal.
+      mask: bool[B, S, S], False above the diagonal; scale: as in `attend`.
     """
     length = q.shape[3]
     parts = []
     for first in range(0, length, chunk):
         end = min(first + chunk, length)
-        parts.append(
-            attend(q[:, :, :, first:end], k[..., :end], v[:, :, :end], mask[:, first:end, :end])
-        )
+        seen = k[..., :end], v[:, :, :end], mask[:, first:end, :end]
+        parts.append(attend(q[:, :, :, first:end], *seen, scale))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=3)
 
 
 class Attention(nnx.Module):
-    """Projections of grouped-query attention, with optional per-head q/k norms (Qwen3)."""
+    """Projections of grouped-query attention, with optional per-head norms (Qwen3, Gemma)."""
 
     def __init__(
         self,
@@ -156,17 +192,34 @@ class Attention(nnx.Module):
         init,
         dtype,
         rngs: nnx.Rngs,
+        norm_offset: float = 0.0,
+        scale: float = 0.0,
+        v_norm: bool = False,
+        k_eq_v: bool = False,
+        own_kv: bool = True,
     ):
+        """The last three are Gemma 4's.
+
+        Args:
+          norm_offset: of the per-head norms; scale: of the scores, both as below.
+          v_norm: values are normalised per head, without a factor.
+          k_eq_v: the projection of keys gives the values too.
+          own_kv: False = the layer sees keys and values of another one.
+        """
         group = num_heads // num_kv_heads
         heads = (num_kv_heads, group, head_dim)
+        ones = nnx.initializers.ones if not norm_offset else nnx.initializers.zeros
+        self.norm_offset, self.scale, self.v_norm = norm_offset, scale, v_norm
         self.q = param(init, rngs, (*heads, hidden), ("heads", None, None, "embed"), dtype)
         kv_shape, kv_axes = (num_kv_heads, head_dim, hidden), ("heads", None, "embed")
-        self.k = param(init, rngs, kv_shape, kv_axes, dtype)
-        self.v = param(init, rngs, kv_shape, kv_axes, dtype)
+        if own_kv:
+            self.k = param(init, rngs, kv_shape, kv_axes, dtype)
+        if own_kv and not k_eq_v:
+            self.v = param(init, rngs, kv_shape, kv_axes, dtype)
         self.o = param(init, rngs, (hidden, *heads), ("embed", "heads", None, None), dtype)
         if qk_norm:
-            ones = nnx.initializers.ones
             self.q_norm = param(ones, rngs, (head_dim,), (None,), dtype)
+        if qk_norm and own_kv:
             self.k_norm = param(ones, rngs, (head_dim,), (None,), dtype)
 
     def queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array, eps: float) -> jax.Array:
@@ -174,7 +227,7 @@ class Attention(nnx.Module):
         out = ("batch", "heads", None, None, None)
         q = einsum("btd,kqhd->bkqth", x, self.q[...].astype(x.dtype), out=out)
         if hasattr(self, "q_norm"):
-            q = rms_norm(q, self.q_norm[...], eps)
+            q = rms_norm(q, self.q_norm[...], eps, self.norm_offset)
         return apply_rope(q, cos[:, None, None], sin[:, None, None])
 
     def keys_values(
@@ -183,9 +236,13 @@ class Attention(nnx.Module):
         """[B, T, D] -> keys [B, K, H, T] and values [B, K, T, H]."""
         out = ("batch", "heads", None, None)
         k = einsum("btd,khd->bkth", x, self.k[...].astype(x.dtype), out=out)
-        v = einsum("btd,khd->bkth", x, self.v[...].astype(x.dtype), out=out)
+        v = k
+        if hasattr(self, "v"):
+            v = einsum("btd,khd->bkth", x, self.v[...].astype(x.dtype), out=out)
+        if self.v_norm:
+            v = rms_norm(v, None, eps)
         if hasattr(self, "k_norm"):
-            k = rms_norm(k, self.k_norm[...], eps)
+            k = rms_norm(k, self.k_norm[...], eps, self.norm_offset)
         return apply_rope(k, cos[:, None], sin[:, None]).swapaxes(-1, -2), v
 
     def output(self, heads: jax.Array) -> jax.Array:
@@ -194,10 +251,14 @@ class Attention(nnx.Module):
         return einsum("bkqth,dkqh->btd", heads, weight, out=("batch", None, None))
 
 
-class Mlp(nnx.Module):
-    """SwiGLU."""
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
 
-    def __init__(self, hidden: int, width: int, *, init, dtype, rngs: nnx.Rngs):
+
+class Mlp(nnx.Module):
+    """A gated MLP: SwiGLU, or Gemma's with the tanh approximation of GELU."""
+
+    def __init__(self, hidden: int, width: int, *, init, dtype, rngs: nnx.Rngs, activation="silu"):
+        self.activation = activation
         self.gate = param(init, rngs, (width, hidden), ("mlp", "embed"), dtype)
         self.up = param(init, rngs, (width, hidden), ("mlp", "embed"), dtype)
         self.down = param(init, rngs, (hidden, width), ("embed", "mlp"), dtype)
@@ -207,6 +268,6 @@ class Mlp(nnx.Module):
         out = ("batch", None, "mlp")
         gate = einsum("btd,fd->btf", x, self.gate[...].astype(x.dtype), out=out)
         up = einsum("btd,fd->btf", x, self.up[...].astype(x.dtype), out=out)
-        hidden = jax.nn.silu(gate) * up
+        hidden = ACTIVATIONS[self.activation](gate) * up
         down = self.down[...].astype(x.dtype)
         return einsum("btf,df->btd", hidden, down, out=("batch", None, None))

@@ -1,7 +1,9 @@
-"""The frozen target: a decoder-only LM (Llama, dense Qwen3) with taps and a functional cache."""
+"""The frozen target: a decoder-only LM with taps and a functional cache.
+
+Families and their options are in target_config.py, the layers in decoder.py.
+"""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,149 +12,29 @@ from flax import nnx
 
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import einsum, gather_rows, param
-from dspark_jax.models.cache import KVCache, LayerCache, write
-from dspark_jax.models.layers import (
-    Attention,
-    Mlp,
-    RopeConfig,
-    attend,
-    attend_causally,
-    rms_norm,
-    rope_angles,
-)
-
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# RoPE kinds and the parameters that have no default.
-_ROPE_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
+from dspark_jax.models.cache import KVCache
+from dspark_jax.models.decoder import DecoderLayer, GemmaLayer, PerLayerInputs, View
+from dspark_jax.models.layers import mrope_angles, rms_norm, rope_angles
+from dspark_jax.models.target_config import TargetConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class TargetConfig:
-    """Shape of a target; hashable, so it may be a static argument."""
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    tie_embeddings: bool
-    max_positions: int
-    dtype: str = "float32"
-
-    @property
-    def qk_norm(self) -> bool:
-        """Qwen3 normalises queries and keys per head."""
-        return self.family == "qwen3"
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], dtype: str, where: str = "config.json"):
-        """Reads the fields of a Hugging Face config.
-
-        Raises:
-          UserError: if the model family, an activation, a bias or a RoPE kind is not covered.
-        """
-        family = config.get("model_type")
-        if family not in FAMILIES:
-            raise UserError(
-                f"{where}: model_type {family!r} is not supported; targets are "
-                f"{', '.join(FAMILIES)}"
-            )
-        for key, wanted in (
-            ("attention_bias", False),
-            ("mlp_bias", False),
-            ("use_sliding_window", False),
-            ("hidden_act", "silu"),
-            ("quantization_config", None),
-        ):
-            if config.get(key, wanted) not in (wanted, None):
-                raise UserError(f"{where}: {key}={config[key]!r} is not supported")
-        missing = [k for k in ("vocab_size", "hidden_size", "num_hidden_layers") if k not in config]
-        missing += [k for k in ("num_attention_heads", "intermediate_size") if k not in config]
-        if missing:
-            raise UserError(f"{where}: field {missing[0]!r} is missing; is this a model's config?")
-        heads = config["num_attention_heads"]
-        rope = rope_from_hf(config, where)
-        if rope.partial_rotary_factor != 1.0:  # engines disagree on it for these families
-            factor = rope.partial_rotary_factor
-            raise UserError(f"{where}: partial_rotary_factor={factor} is not supported")
-        return cls(
-            family=family,
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate_size=config["intermediate_size"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope=rope,
-            tie_embeddings=config.get("tie_word_embeddings", False),
-            max_positions=config.get("max_position_embeddings", 2048),
-            dtype=dtype,
-        )
-
-
-def rope_from_hf(config: Mapping[str, Any], where: str) -> RopeConfig:
-    """RoPE of a config, from whichever place its writer used.
-
-    theta may stand at the top, in `rope_parameters` (transformers 5) or `rope_scaling`; values
-    that disagree are an error, never a choice, and so is a parameter that would be ignored.
-    """
-    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    nested = {**old, **new}
-    sources = (config, old, new)
-    thetas = {float(d["rope_theta"]) for d in sources if d.get("rope_theta") is not None}
-    if len(thetas) != 1:
-        raise UserError(f"{where}: rope_theta is {sorted(thetas) or 'missing'}; need one value")
-    for key in sorted(set(old) & set(new) - {"rope_theta"}):
-        if old[key] != new[key]:
-            raise UserError(
-                f"{where}: {key} is {old[key]!r} in rope_scaling and {new[key]!r} in "
-                "rope_parameters; need one value"
-            )
-    kind = nested.get("rope_type") or nested.get("type") or "default"
-    if kind not in _ROPE_NEEDS:
-        raise UserError(f"{where}: rope_type {kind!r} is not supported")
-    for key in _ROPE_NEEDS[kind]:
-        if nested.get(key) is None:
-            raise UserError(f"{where}: rope_type {kind!r} needs {key!r}, which is missing")
-    for key, default in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
-        if nested.get(key, default) not in (default, None):
-            raise UserError(f"{where}: RoPE parameter {key}={nested[key]!r} is not supported")
-    original = nested.get("original_max_position_embeddings")
-    original = original or config.get("original_max_position_embeddings")
-    partial = nested.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    return RopeConfig(
-        theta=thetas.pop(),
-        kind=kind,
-        factor=float(nested.get("factor") or 1.0),
-        low_freq_factor=float(nested.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(nested.get("high_freq_factor") or 4.0),
-        original_max_position=int(original or config.get("max_position_embeddings") or 0),
-        beta_fast=float(nested.get("beta_fast") or 32.0),
-        beta_slow=float(nested.get("beta_slow") or 1.0),
-        attention_factor=float(nested.get("attention_factor") or 0.0),
-        partial_rotary_factor=float(partial),
-    )
+def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(logits / cap), as Gemma does with its logits; 0 = as they are."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TargetHead:
-    """What a drafter borrows from the target, frozen: embedding and LM head."""
+    """What a drafter borrows from the target, frozen: embedding and LM head.
+
+    With Gemma's factor on the embedding and cap on the logits, so both sides have them.
+    """
 
     embed: jax.Array  # [V, D]
     lm_head: jax.Array | None  # [V, D]; None = tied to `embed`
+    embed_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    softcap: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     @property
     def weight(self) -> jax.Array:
@@ -160,14 +42,20 @@ class TargetHead:
         return self.embed if self.lm_head is None else self.lm_head
 
     def embeddings(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        """Rows of the embedding, [B, T, D]."""
-        return gather_rows(self.embed, tokens, ("batch", None, None)).astype(dtype)
+        """Rows of the embedding, [B, T, D], times its factor in the embedding's own dtype."""
+        rows = gather_rows(self.embed, tokens, ("batch", None, None))
+        if self.embed_scale != 1.0:
+            rows = rows * jnp.asarray(self.embed_scale, rows.dtype)
+            kind = jnp.finfo(rows.dtype)  # or XLA would not round on the way to float32
+            rows = jax.lax.reduce_precision(rows, kind.nexp, kind.nmant)
+        return rows.astype(dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Post-norm hidden [B, T, D] -> logits [B, T, V], float32."""
+        """Post-norm hidden [B, T, D] -> logits [B, T, V], float32, capped."""
         weight = self.weight.astype(hidden.dtype)
         out = ("batch", None, "vocab")
-        return einsum("btd,vd->btv", hidden, weight, out=out, preferred_element_type=jnp.float32)
+        f32 = {"preferred_element_type": jnp.float32}
+        return soft_cap(einsum("btd,vd->btv", hidden, weight, out=out, **f32), self.softcap)
 
 
 @jax.tree_util.register_dataclass
@@ -180,39 +68,6 @@ class TargetOutput:
     cache: KVCache | None  # written, not advanced
 
 
-class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP with residuals."""
-
-    def __init__(self, config: TargetConfig, *, init, dtype, rngs: nnx.Rngs):
-        ones = nnx.initializers.ones
-        d = config.hidden_size
-        self.input_norm = param(ones, rngs, (d,), (None,), dtype)
-        self.attention = Attention(
-            d,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            qk_norm=config.qk_norm,
-            init=init,
-            dtype=dtype,
-            rngs=rngs,
-        )
-        self.post_norm = param(ones, rngs, (d,), (None,), dtype)
-        self.mlp = Mlp(d, config.intermediate_size, init=init, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x, cos, sin, mask, eps: float, cache: LayerCache | None, at):
-        """One layer; with a cache, keys and values are written at `at` and read from it."""
-        normed = rms_norm(x, self.input_norm[...], eps)
-        k, v = self.attention.keys_values(normed, cos, sin, eps)
-        if cache is not None:
-            cache = write(cache, k, v, at)
-            k, v = cache.k.astype(x.dtype), cache.v.astype(x.dtype)
-        q = self.attention.queries(normed, cos, sin, eps)
-        attention = attend_causally if cache is None else attend
-        x = x + self.attention.output(attention(q, k, v, mask))
-        return x + self.mlp(rms_norm(x, self.post_norm[...], eps)), cache
-
-
 class Target(nnx.Module):
     """The verifier. Parameters only; everything else is an argument.
 
@@ -222,16 +77,16 @@ class Target(nnx.Module):
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         init = nnx.initializers.normal(0.02)
+        options = {"init": init, "dtype": dtype, "rngs": rngs}
         self.config = config
         table = (config.vocab_size, config.hidden_size)
         self.embed = param(init, rngs, table, ("vocab", "embed"), dtype)
-        self.layers = nnx.List(
-            [
-                DecoderLayer(config, init=init, dtype=dtype, rngs=rngs)
-                for _ in range(config.num_layers)
-            ]
-        )
-        self.norm = param(nnx.initializers.ones, rngs, (config.hidden_size,), (None,), dtype)
+        if config.gemma4 is not None and config.gemma4.per_layer_width:
+            self.per_layer = PerLayerInputs(config, **options)
+        layer = GemmaLayer if config.is_gemma else DecoderLayer
+        self.layers = nnx.List([layer(config, i, **options) for i in range(config.num_layers)])
+        plain = nnx.initializers.zeros if config.norm_offset else nnx.initializers.ones
+        self.norm = param(plain, rngs, (config.hidden_size,), (None,), dtype)
         if not config.tie_embeddings:
             self.lm_head = param(init, rngs, table, ("vocab", "embed"), dtype)
 
@@ -239,7 +94,9 @@ class Target(nnx.Module):
     def head(self) -> TargetHead:
         """Embedding and LM head, for drafters."""
         lm_head = None if self.config.tie_embeddings else self.lm_head[...]
-        return TargetHead(self.embed[...], lm_head)
+        return TargetHead(
+            self.embed[...], lm_head, self.config.embed_scale, self.config.logit_softcap
+        )
 
     def __call__(
         self,
@@ -249,6 +106,8 @@ class Target(nnx.Module):
         cache: KVCache | None = None,
         documents: jax.Array | None = None,
         positions: jax.Array | None = None,
+        embeddings: jax.Array | None = None,
+        deepstack: tuple[jax.Array, ...] = (),
     ) -> TargetOutput:
         """Runs tokens i32[B, T] through all layers.
 
@@ -259,45 +118,78 @@ class Target(nnx.Module):
             but its length is not advanced (the caller commits).
           documents: i32[B, T] ids of packed documents, 0 = padding; attention stays inside one.
             Only without a cache; None = one document.
-          positions: i32[B, T] restarting per document; None = 0.. or `cache.length`...
+          positions: of RoPE, i32[B, T] restarting per document or, for a vision-language target,
+            i32[3, B, T] in time, height and width; None = 0.. or `cache.length`...
+          embeddings: [B, T, D] in place of the tokens' own, images already merged into them.
+          deepstack: [B, T, D] to add behind each of the first layers (Qwen3-VL: features of an
+            image at its tokens, 0 elsewhere); not part of these layers' taps.
 
         Returns:
           TargetOutput; logits are `target.head.logits(output.hidden)`.
         """
-        batch, length = tokens.shape
         cfg = self.config
-        steps = jnp.arange(length)
+        at = None if cache is None else cache.length
+        views = self._views(tokens.shape, cache, documents, positions)
+        x = self.head.embeddings(tokens, jnp.dtype(cfg.dtype))
+        if embeddings is not None:
+            x = embeddings.astype(x.dtype)
+        extra = self.per_layer(tokens, x) if hasattr(self, "per_layer") else None
+        states, seen = {-1: x}, []
+        for index, layer in enumerate(self.layers):
+            source, inputs = cfg.kv_source(index), ()
+            own = None if cache is None or source != index else cache.layers[index]
+            if cfg.gemma4 is not None:
+                borrowed = None if source == index else seen[source]
+                inputs = (borrowed, None if extra is None else extra[:, :, index])
+            with jax.named_scope(f"target_layer_{index}"):
+                x, keys_values = layer(x, views[cfg.slides(index)], own, at, *inputs)
+            states[index] = x
+            seen.append(keys_values)
+            if index < len(deepstack):
+                x = x + deepstack[index].astype(x.dtype)
+        if cache is not None:  # layers that borrow come last and have none
+            cache = dataclasses.replace(cache, layers=tuple(seen[: len(cache.layers)]))
+        tapped = jnp.stack([states[i] for i in taps], axis=2) if taps else None
+        hidden = rms_norm(x, self.norm[...], cfg.rms_norm_eps, cfg.norm_offset)
+        return TargetOutput(hidden, tapped, cache)
+
+    def _views(
+        self,
+        shape: tuple[int, int],
+        cache: KVCache | None,
+        documents: jax.Array | None,
+        positions: jax.Array | None,
+    ) -> dict[bool, View]:
+        """What sliding layers (True) and the others (False) see."""
+        cfg, steps = self.config, jnp.arange(shape[1])
         if cache is not None:
-            at = cache.length
-            positions = at[:, None] + steps
-            mask = jnp.arange(cache.capacity) <= positions[:, :, None]
+            queries = cache.length[:, None] + steps
+            distance = queries[:, :, None] - jnp.arange(cache.capacity)
+            mask = distance >= 0
         else:
-            at = None
-            mask = jnp.broadcast_to(steps[:, None] >= steps, (batch, length, length))
+            queries = jnp.broadcast_to(steps, shape)
+            distance = jnp.broadcast_to(steps[:, None] - steps, (*shape, shape[1]))
+            mask = distance >= 0
             if documents is not None:
                 mask = mask & (documents[:, :, None] == documents[:, None, :])
-            if positions is None:
-                positions = jnp.broadcast_to(steps, (batch, length))
-        cos, sin = rope_angles(cfg.rope, cfg.head_dim, positions)
-        x = self.head.embeddings(tokens, jnp.dtype(cfg.dtype))
-        states = {-1: x}
-        new_layers = []
-        for index, layer in enumerate(self.layers):
-            layer_cache = None if cache is None else cache.layers[index]
-            with jax.named_scope(f"target_layer_{index}"):
-                x, layer_cache = layer(x, cos, sin, mask, cfg.rms_norm_eps, layer_cache, at)
-            states[index] = x
-            new_layers.append(layer_cache)
-        if cache is not None:
-            cache = dataclasses.replace(cache, layers=tuple(new_layers))
-        tapped = jnp.stack([states[i] for i in taps], axis=2) if taps else None
-        return TargetOutput(rms_norm(x, self.norm[...], cfg.rms_norm_eps), tapped, cache)
+        positions = queries if positions is None else positions
+        if positions.ndim == 3:
+            angles = mrope_angles(cfg.rope, cfg.head_dim, positions, cfg.mrope_section)
+        else:
+            dim = cfg.gemma4.global_head_dim if cfg.gemma4 else cfg.head_dim
+            angles = rope_angles(cfg.rope, dim, positions)
+        views = {False: View(*angles, mask)}
+        if cfg.sliding is not None:
+            angles = rope_angles(cfg.sliding.rope, cfg.head_dim, positions)
+            views[True] = View(*angles, mask & (distance < cfg.sliding.window))
+        return views
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache for `batch` rows of `capacity` positions, in the target's dtype."""
         cfg = self.config
-        dtype = jnp.dtype(cfg.dtype)
-        return KVCache.zeros(cfg.num_layers, batch, capacity, cfg.num_kv_heads, cfg.head_dim, dtype)
+        own = [i for i in range(cfg.num_layers) if cfg.kv_source(i) == i]
+        sizes = tuple(cfg.kv_size(i) for i in own)
+        return KVCache.of(sizes, batch, capacity, jnp.dtype(cfg.dtype))
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int, where: str = "drafter") -> None:

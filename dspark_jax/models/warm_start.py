@@ -15,6 +15,12 @@ from dspark_jax.models.target import Target, TargetConfig
 
 def check_warm_start(shape: DrafterShape, target: TargetConfig) -> None:
     """Refuses a drafter whose layers are not shaped like the target's."""
+    if target.is_gemma or target.experts:
+        what = "norms on both sides and GELU" if target.is_gemma else "experts"
+        raise UserError(
+            f"drafter.init='target' needs a target with layers like the drafter's; those of "
+            f"{target.family} have {what}: use 'normal'"
+        )
     if shape.num_kv_heads % target.num_kv_heads:
         raise UserError(
             f"drafter.init='target' needs drafter.num_kv_heads={target.num_kv_heads}, the "

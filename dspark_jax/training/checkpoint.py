@@ -28,8 +28,7 @@ from dspark_jax.core.metrics import write_json
 from dspark_jax.core.sharding import abstract
 from dspark_jax.core.trees import from_plain, named, to_plain, with_arrays
 from dspark_jax.models.drafter import Drafter, DrafterShape
-from dspark_jax.models.layers import RopeConfig
-from dspark_jax.models.target import TargetConfig
+from dspark_jax.models.target_config import TargetConfig
 from dspark_jax.training.step import TrainState
 from dspark_jax.weights.fingerprint import Fingerprint
 from dspark_jax.weights.safetensors import read_json
@@ -76,13 +75,11 @@ def read_record(workdir: Path) -> RunRecord:
         raise UserError(f"{workdir}: no run here (config.json is missing); train one first")
     value = read_json(path)
     try:
-        target = dict(value["target_config"])
-        target["rope"] = RopeConfig(**target["rope"])
         return RunRecord(
             config=from_mapping(RunConfig, value["config"]),
             fingerprint=Fingerprint(**value["fingerprint"]),
             target_directory=value["target_directory"],
-            target_config=TargetConfig(**target),
+            target_config=TargetConfig.from_record(value["target_config"]),
             architectures=tuple(value["architectures"]),
             imported=value.get("imported", ""),
         )

@@ -19,7 +19,7 @@ from dspark_jax.core.config import (
 )
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
-from dspark_jax.models.target import FAMILIES
+from dspark_jax.models.target_config import FAMILIES
 from dspark_jax.training.checkpoint import RunRecord, choose_step, load_arrays, read_record
 from dspark_jax.weights.compare import check_fit, shape_differences
 from dspark_jax.weights.export import DTYPES

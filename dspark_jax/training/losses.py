@@ -99,6 +99,7 @@ def dspark_loss(
         ce_weight=config.ce,
         l1_weight=config.l1,
         kl_weight=config.kl,
+        softcap=head.softcap,
         chunk=chunk,
     )
     ce, l1, kl, match = (

@@ -25,6 +25,7 @@ ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"),
     "yarn": ("factor", "original_max_position", "beta_fast", "beta_slow", "attention_factor"),
+    "proportional": ("factor",),
 }
 
 
@@ -135,7 +136,9 @@ class Probe:
         tokens = rng.integers(0, shape.vocab_size, (batch, shape.config.num_proposals))
         embed = rng.standard_normal((shape.vocab_size, d), np.float32) / np.float32(d**0.5)
         return cls(
-            TargetHead(place(embed, "vocab", "embed"), None),
+            TargetHead(
+                place(embed, "vocab", "embed"), None, shape.embed_scale, shape.logit_softcap
+            ),
             place(rng.standard_normal(taps, np.float32), "batch", None, None, None),
             place(tokens.astype(np.int32), "batch", None),
         )

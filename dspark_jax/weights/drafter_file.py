@@ -14,7 +14,7 @@ from dspark_jax.core.config import MARKOV_HEADS, DrafterConfig, check_choice
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.layers import RopeConfig
-from dspark_jax.models.target import rope_from_hf
+from dspark_jax.models.rope_config import rope_from_hf
 from dspark_jax.weights.safetensors import read_json
 
 # Which class of the flat layout is which algorithm; the names are for the message.
@@ -181,6 +181,8 @@ def read_shape(file: DrafterFile) -> DrafterShape:
         rms_norm_eps=float(file.require("rms_norm_eps", float)),
         rope=_rope(file, positions),
         max_positions=positions,
+        embed_scale=file.find("embed_scale", float) or 1.0,
+        logit_softcap=float(file.find("final_logit_softcapping", float) or 0.0),
     )
 
 

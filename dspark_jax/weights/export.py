@@ -3,7 +3,8 @@
     config.json         the drafter's shape and flags, and in the speculators layout its target
     model.safetensors   exactly the arrays of the checkpoint. Speculators: embedding and LM head are
                         the target's and not in it (of a pruned vocabulary: its rows of that head,
-                        and the tables d2t and t2d). DeepSpec: both are, as its own readers expect
+                        and the tables d2t and t2d; of a target that scales its embedding:
+                        the scaled one, as no engine scales). DeepSpec: both are, as its own readers expect
     dspark_jax.json     our own record: step, recipe, fingerprint of the target, versions
 
 A drafter with Markov or confidence head is written as "dspark". Without either it is a DFlash
@@ -184,11 +185,14 @@ def _tables(arrays: dict[str, np.ndarray], shape: DrafterShape) -> dict[str, np.
 def _check_shared(shared: Mapping[str, np.ndarray], form: Format, shape: DrafterShape) -> None:
     """Whether these tables of the target belong into the file. The caller's mistake if not."""
     allowed = form.shared(shape)
-    wanted = (shape.draft_vocab, shape.hidden_size)
-    if not set(shared) <= set(allowed) or any(x.shape != wanted for x in shared.values()):
+    rows = {names.EMBED: shape.vocab_size, names.LM_HEAD: shape.draft_vocab}
+    wrong = [x for name, x in shared.items() if x.shape != (rows.get(name), shape.hidden_size)]
+    if not set(shared) <= set(allowed) or wrong:
         raise ValueError(f"{sorted(shared)} do not belong into this file, which takes {allowed}")
-    if shape.pruned and not shared:
+    if shape.pruned and names.LM_HEAD not in shared:
         raise ValueError("a pruned vocabulary needs the target's LM head at its ids")
+    if shape.embed_scale != 1.0 and names.EMBED not in shared:
+        raise ValueError("a target that scales its embedding needs the scaled one in the file")
 
 
 def same_bits(a: np.ndarray, b: np.ndarray | None) -> bool:

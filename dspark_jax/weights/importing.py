@@ -8,6 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from dspark_jax.core.errors import UserError
@@ -20,7 +21,7 @@ from dspark_jax.weights.fingerprint import Fingerprint
 from dspark_jax.weights.layouts import format_of, read_config
 from dspark_jax.weights.names import EMBED, LM_HEAD
 from dspark_jax.weights.safetensors import TensorFiles, read_json
-from dspark_jax.weights.vocab_tables import TABLES, head_rows, ids_of
+from dspark_jax.weights.vocab_tables import TABLES, head_rows, ids_of, scaled_rows
 
 RECORD = "dspark_jax.json"
 _FLOATS = ("F16", "BF16", "F32")
@@ -133,19 +134,22 @@ def own_table(drafter: ImportedDrafter, target_directory: Path) -> str | None:
         if what == "LM head" and ids is not None:
             same = _equal_rounded(own.read(name), head_rows(target_directory, ids))
         else:
-            same = _same_table(own.slice(name), embed if what == "embedding" else head)
+            scale = drafter.shape.embed_scale if what == "embedding" else 1.0
+            same = _same_table(own.slice(name), embed if what == "embedding" else head, scale)
         if not same:
             return f"{name!r} is not the {what}"
     return None
 
 
-def _same_table(a: Any, b: Any, rows: int = 4096) -> bool:
+def _same_table(a: Any, b: Any, scale: float = 1.0, rows: int = 4096) -> bool:
+    """Whether a is b times `scale`."""
     shape = a.get_shape()
     if shape != b.get_shape():
         return False
     for start in range(0, shape[0], rows):
         stop = min(start + rows, shape[0])
-        if not _equal_rounded(*(np.asarray(table[start:stop]) for table in (a, b))):
+        ours, theirs = (np.asarray(table[start:stop]) for table in (a, b))
+        if not equal_scaled(ours, theirs, scale):
             return False
     return True
 
@@ -155,6 +159,14 @@ def _equal_rounded(a: np.ndarray, b: np.ndarray) -> bool:
     shorter = min((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
     left, right = (x.astype(shorter).astype(np.float32) for x in (a, b))
     return np.array_equal(left, right)
+
+
+def equal_scaled(a: np.ndarray, b: np.ndarray, scale: float) -> bool:
+    """`_equal_rounded` of a and b times `scale`, whichever dtype the target was run in."""
+    if scale == 1.0:
+        return _equal_rounded(a, b)
+    kinds = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+    return any(_equal_rounded(a, scaled_rows(b.astype(kind), scale)) for kind in kinds)
 
 
 def _by_plain_name(files: TensorFiles) -> dict[str, str]:

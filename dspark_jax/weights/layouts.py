@@ -164,6 +164,8 @@ def layer_config(shape: DrafterShape) -> dict[str, Any]:
         "vocab_size": shape.vocab_size,  # the target's
         "attention_bias": False,
         "tie_word_embeddings": False,
+        # Of a target that caps its logits (Gemma); readers without that field do not cap.
+        **({"final_logit_softcapping": shape.logit_softcap} if shape.logit_softcap else {}),
     }
 
 
@@ -186,16 +188,25 @@ def _head_config(shape: DrafterShape) -> dict[str, Any]:
         "markov_head_type": config.markov_head if config.markov_rank else "vanilla",
         "enable_confidence_head": config.confidence_head,
         "confidence_head_with_markov": sees_markov(shape),
+        # The file's embedding has this factor already; engines need not know of it.
+        **({"embed_scale": shape.embed_scale} if shape.embed_scale != 1.0 else {}),
     }
 
 
-def _pruned_head(shape: DrafterShape) -> tuple[str, ...]:
-    return (names.LM_HEAD,) if shape.pruned else ()
+def _pruned_or_scaled(shape: DrafterShape) -> tuple[str, ...]:
+    """The head's rows of a pruned vocabulary; a scaled embedding, as no engine scales."""
+    scaled = (names.EMBED,) if shape.embed_scale != 1.0 else ()
+    return scaled + ((names.LM_HEAD,) if shape.pruned else ())
 
 
 def unservable(shape: DrafterShape) -> str | None:
     """Why vLLM (0.32) cannot run such a drafter, naming the flag, or None."""
     config = shape.config
+    if shape.logit_softcap:  # qwen3_dspark.py: LogitsProcessor without soft_cap
+        return (
+            f"the target's final_logit_softcapping={shape.logit_softcap:g}: vLLM does not cap the "
+            "logits of Qwen3 draft layers and would draft from another distribution"
+        )
     if config.markov_head in ("gated", "rnn"):
         return (
             f"drafter.markov_head={config.markov_head!r}: vLLM reads only vanilla heads and would "
@@ -273,6 +284,11 @@ def _not_flat(shape: DrafterShape) -> str | None:
             f"drafter.vocab_size={shape.draft_vocab}: the deepspec layout has no table for a "
             "pruned vocabulary; write speculators"
         )
+    if algorithm_of(shape) == "dflash" and shape.embed_scale != 1.0:
+        return (
+            "a DFlash drafter has no embedding in the deepspec layout, and readers would give it "
+            "the target's without its factor; write speculators"
+        )
     if algorithm_of(shape) == "dspark" and not config.sample_from_anchor:
         return (
             f"drafter.sample_from_anchor=False with markov_rank={config.markov_rank} and "
@@ -298,7 +314,7 @@ FORMATS: dict[tuple[str, str], Format] = {
         read_shape=read_shape,
         config=speculators_config,
         tensors=names.DRAFTER,
-        shared=_pruned_head,
+        shared=_pruned_or_scaled,
         inexpressible=_nothing,
         unservable=unservable,
         for_vllm=True,

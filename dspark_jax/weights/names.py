@@ -36,12 +36,41 @@ _LAYER = (
     Rule("layers.{}.mlp.down", "layers.{}.mlp.down_proj.weight"),
 )
 
-# Hugging Face Llama and Qwen3.
+# What layers of some targets have besides. Experts stand here stacked, [E, out, in]; how files keep
+# them is in experts.py.
+_MOE = (
+    Rule("layers.{}.mlp.router", "layers.{}.mlp.gate.weight"),
+    Rule("layers.{}.mlp.experts.gate", "layers.{}.mlp.experts.gate_proj"),
+    Rule("layers.{}.mlp.experts.up", "layers.{}.mlp.experts.up_proj"),
+    Rule("layers.{}.mlp.experts.down", "layers.{}.mlp.experts.down_proj"),
+)
+_GEMMA = (
+    Rule("layers.{}.pre_mlp_norm", "layers.{}.pre_feedforward_layernorm.weight"),
+    Rule("layers.{}.post_mlp_norm", "layers.{}.post_feedforward_layernorm.weight"),
+    Rule("layers.{}.layer_scalar", "layers.{}.layer_scalar"),
+    Rule("layers.{}.extra_gate", "layers.{}.per_layer_input_gate.weight"),
+    Rule("layers.{}.extra_out", "layers.{}.per_layer_projection.weight"),
+    Rule("layers.{}.extra_norm", "layers.{}.post_per_layer_input_norm.weight"),
+    Rule("layers.{}.dense_norm", "layers.{}.post_feedforward_layernorm_1.weight"),
+    Rule("layers.{}.moe.input_norm", "layers.{}.pre_feedforward_layernorm_2.weight"),
+    Rule("layers.{}.moe.output_norm", "layers.{}.post_feedforward_layernorm_2.weight"),
+    Rule("layers.{}.moe.router", "layers.{}.router.proj.weight"),
+    Rule("layers.{}.moe.router_scale", "layers.{}.router.scale"),
+    Rule("layers.{}.moe.expert_scale", "layers.{}.router.per_expert_scale"),
+    Rule("layers.{}.moe.experts.gate", "layers.{}.experts.gate_proj"),
+    Rule("layers.{}.moe.experts.up", "layers.{}.experts.up_proj"),
+    Rule("layers.{}.moe.experts.down", "layers.{}.experts.down_proj"),
+    Rule("per_layer.embed", "embed_tokens_per_layer.weight"),
+    Rule("per_layer.projection", "per_layer_model_projection.weight"),
+    Rule("per_layer.norm", "per_layer_projection_norm.weight"),
+)
+
+# Hugging Face targets; of composite models the text part (safetensors.py).
 TARGET = (
     Rule("embed", "model.embed_tokens.weight"),
     Rule("norm", "model.norm.weight"),
     Rule("lm_head", "lm_head.weight"),
-    *(Rule(rule.ours, f"model.{rule.theirs}", rule.rows) for rule in _LAYER),
+    *(Rule(rule.ours, f"model.{rule.theirs}", rule.rows) for rule in (*_LAYER, *_MOE, *_GEMMA)),
 )
 
 # The target's tables that files of drafters may hold too, by their names there.

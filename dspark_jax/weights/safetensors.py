@@ -13,10 +13,21 @@ from dspark_jax.core.sharding import RULES, abstract
 from dspark_jax.core.trees import named, with_arrays
 from dspark_jax.models.target import Target, TargetConfig
 from dspark_jax.weights import names
+from dspark_jax.weights.experts import expert_tensor
+
+# The text model in files of composite models, as it is called here and in those of text models.
+_TEXT = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
 
 
 class TensorFiles:
-    """The tensors of a directory by name, wherever its index says they are; read lazily."""
+    """The tensors of a directory by name, wherever its index says they are; read lazily.
+
+    Of a composite model only the text model's, by the names of a text model's own files.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -34,6 +45,8 @@ class TensorFiles:
                 f"{directory}: neither model.safetensors nor model.safetensors.index.json; "
                 "is this a model directory?"
             )
+        self._stored = _text_names(directory, self.files)
+        self.files = {name: self.files[stored] for name, stored in self._stored.items()}
         self._open: dict[str, safetensors.safe_open] = {}
 
     def names(self) -> list[str]:
@@ -50,13 +63,28 @@ class TensorFiles:
         if path.name not in self._open:
             self._open[path.name] = _open(path)
         try:
-            return self._open[path.name].get_slice(name)
+            return self._open[path.name].get_slice(self._stored[name])
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: tensor {name!r} cannot be read ({error})") from None
 
     def read(self, name: str) -> np.ndarray:
         """One whole tensor."""
         return self.slice(name)[...]
+
+
+def _text_names(directory: Path, stored: dict[str, str]) -> dict[str, str]:
+    """{name: name in the files}."""
+    if not any(name.startswith(_TEXT[0][0]) or name.startswith(_TEXT[1][0]) for name in stored):
+        return {name: name for name in stored}
+    found: dict[str, str] = {}
+    for name in stored:
+        plain = next((new + name[len(old) :] for old, new in _TEXT if name.startswith(old)), name)
+        if plain == name and not name.startswith("lm_head."):
+            continue  # of the part that sees or hears
+        if plain in found:
+            raise UserError(f"{directory}: {found[plain]!r} and {name!r} are one tensor")
+        found[plain] = name
+    return found
 
 
 def _open(path: Path):
@@ -88,13 +116,21 @@ def target_config(directory: Path, dtype: str) -> TargetConfig:
 def _check_mesh(config: TargetConfig, where: Path) -> None:
     """Refuses a mesh whose axes do not divide the target."""
     mesh = jax.sharding.get_mesh()
-    for axis, field in (
-        ("heads", "num_kv_heads"),
-        ("mlp", "intermediate_size"),
-        ("vocab", "vocab_size"),
-        ("embed", "hidden_size"),
-    ):
-        size, parts = getattr(config, field), mesh.shape[RULES[axis]]
+    sizes = [
+        ("heads", "num_kv_heads", config.num_kv_heads),
+        ("mlp", "intermediate_size", config.intermediate_size),
+        ("vocab", "vocab_size", config.vocab_size),
+        ("embed", "hidden_size", config.hidden_size),
+    ]
+    if config.experts:
+        sizes.append(("experts", "num_experts", config.experts.count))
+    if own := config.gemma4:
+        wide = own.per_layer_width * config.num_layers
+        sizes.append(("heads", "num_global_key_value_heads", own.global_kv_heads))
+        sizes.append(("vocab", "vocab_size_per_layer_input", own.per_layer_vocab))
+        sizes.append(("embed", "hidden_size_per_layer_input * num_hidden_layers", wide))
+    for axis, field, size in sizes:
+        parts = mesh.shape[RULES[axis]]
         if size % parts:
             raise UserError(
                 f"{where}: {field}={size} cannot be cut into the {parts} parts of mesh axis "
@@ -105,10 +141,15 @@ def _check_mesh(config: TargetConfig, where: Path) -> None:
 def _check_no_extra(files: TensorFiles, used: set[str], config: TargetConfig) -> None:
     """Refuses tensors that the model would not use: a bias, a scale, more layers.
 
-    A second copy of a tied head and the RoPE buffers of old Llama files are harmless.
+    A second copy of a tied head, the RoPE buffers of old Llama files and keys of layers that see
+    another one's are harmless.
     """
-    tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    extra = [n for n in files.names() if n not in used | tied and "rotary_emb." not in n]
+    known = used | ({"lm_head.weight"} if config.tie_embeddings else set())
+    for layer in range(config.num_layers):  # files may hold what layers that borrow never use
+        if config.kv_source(layer) != layer:
+            parts = ("k_proj", "v_proj", "k_norm")
+            known |= {f"model.layers.{layer}.self_attn.{part}.weight" for part in parts}
+    extra = [n for n in files.names() if n not in known and "rotary_emb." not in n]
     if extra:
         raise UserError(
             f"{files.directory}: tensor {extra[0]!r} has no place in the model that config.json "
@@ -134,8 +175,12 @@ def load_target(directory: Path, dtype: str) -> Target:
     arrays, used = {}, set()
     for ours, wanted in named(template).items():
         theirs, rows = names.to_file(names.TARGET, ours)
-        lazy = files.slice(theirs)
-        used.add(theirs)
+        if ".experts." in ours:
+            lazy = expert_tensor(files, theirs, wanted.shape[0])
+            used |= lazy.names
+        else:
+            lazy = files.slice(theirs)
+            used.add(theirs)
         if lazy.get_dtype() not in ("F32", "F16", "BF16"):
             raise UserError(
                 f"{directory}: tensor {theirs!r} has dtype {lazy.get_dtype()}; only unquantised "

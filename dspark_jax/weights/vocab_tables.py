@@ -1,4 +1,4 @@
-"""The draft vocabulary in files: d2t, t2d and the rows of the target's LM head.
+"""The draft vocabulary in files: d2t, t2d, the rows of the target's LM head, its embedding.
 
 `d2t` i64[V_d] holds offsets, target id = draft id + d2t[draft id]; `t2d` bool[V] is true on the
 ids that can be drafted. Engines without `d2t` take draft ids for target ids, so a drafter of a
@@ -7,6 +7,7 @@ pruned vocabulary without it, or with absolute ids in it, is refused.
 
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from dspark_jax.core.errors import UserError
@@ -71,3 +72,19 @@ def head_rows(target_directory: Path, ids: np.ndarray) -> np.ndarray:
         if here.any():
             rows[here] = np.asarray(table[start : min(start + 8192, vocab)])[ids[here] - start]
     return rows
+
+
+def scaled_rows(rows: np.ndarray, scale: float) -> np.ndarray:
+    """Rows of an embedding times the target's factor, in their own dtype as the target does it."""
+    return rows if scale == 1.0 else rows * np.asarray(scale).astype(rows.dtype)
+
+
+def scaled_embedding(target_directory: Path, scale: float, dtype: str) -> np.ndarray:
+    """The target's embedding [V, D] with its factor, as a drafter is given it.
+
+    Args:
+      dtype: float32 or bfloat16, in which the target was run.
+    """
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
+    rows = np.asarray(TensorFiles(target_directory).read("model.embed_tokens.weight"))
+    return scaled_rows(rows.astype(kind), scale)
