@@ -1041,4 +1041,7 @@ def test_the_command_teaches_and_fails_in_one_line(tmp_path):
     failed = command("--workdir", tmp_path / "none", "--to=speculators", "--out", tmp_path / "out")
     assert failed.returncode == 2 and failed.stdout == ""
     assert failed.stderr.count("\n") == 1 and "no run here" in failed.stderr
+    failed = command("--from", tmp_path / "none", "--to=deepspec", "--workdir", tmp_path / "out")
+    assert failed.returncode == 2 and failed.stdout == ""
+    assert failed.stderr.count("\n") == 1 and "--workdir beside --from" in failed.stderr
     assert list(tmp_path.iterdir()) == []
