@@ -6,8 +6,8 @@
 
 Same data, same steps, same everything but the head. `synthetic` takes a target whose distribution
 is known exactly (collision.py), so measured accepted lengths stand beside the computed optimum of
-drafters with and without knowledge of their own last word. `smollm2` trains both as the demo does, on
-answers of the bundled target, and measures them on held-out prompts.
+drafters with and without knowledge of their own last word. `smollm2` trains both as the demo does,
+on answers of the bundled target, and measures them on held-out prompts.
 
 Writes ablation.json and ablation.png to --out and prints a table. A part that is there already is
 kept, so the two can be run one after the other.
