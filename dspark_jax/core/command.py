@@ -72,6 +72,9 @@ def _parse(argv: list[str]) -> list[str]:
             getattr(flags.FLAGS[name].value, "lock", None)
             if flags.FLAGS[name].value is None:
                 raise UserError(f"config file {configs[name]}: get_config() returned None")
+            overrides = dict(flags.FLAGS[name].override_values)
+            if overrides.pop("semantics", None):  # a preset never overrides what is given by itself
+                flags.FLAGS[name].value.update_from_flattened_dict(overrides)
     except UserError as error:
         _stop(str(error))
     except KeyboardInterrupt:
