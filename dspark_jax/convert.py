@@ -24,6 +24,8 @@ import jax
 import numpy as np
 from absl import flags
 
+from dspark_jax.checks.runs import check_export, check_run, tell
+from dspark_jax.checks.target import read_target
 from dspark_jax.core.command import run_main
 from dspark_jax.core.config import DataConfig, RunConfig, from_mapping, to_mapping
 from dspark_jax.core.errors import UserError
@@ -70,6 +72,11 @@ def export_run(
     chosen = choose_step(workdir, step)
     verifier, directory = _verifier(record, target, workdir)
     origin = Origin(chosen, to_mapping(record.config), record.fingerprint)
+    served = None
+    if (directory / "config.json").is_file():
+        served = read_target(directory, verifier.name_or_path)
+        place = f"{workdir}/config.json: "
+        tell(check_run(record.shape, served, record.fingerprint), place)
     arrays = load_arrays(workdir, chosen)
     head = None
     if record.shape.pruned:
@@ -99,6 +106,8 @@ def export_run(
     print(table([(name, str(value)) for name, value in rows], ("export", "")))
     reason = unservable(record.config.drafter)
     print(f"\nnot for vLLM: {reason}" if reason else f"\nvllm serve {exported.directory}")
+    if served is not None:
+        check_export(exported.directory, served)
     return exported
 
 
@@ -110,6 +119,9 @@ def import_run(source: Path, workdir: Path, *, target: str | None = None) -> Run
     with jax.set_mesh(make_mesh()):
         drafter = read_speculators(source.expanduser())
         record = _run_record(drafter, target)
+        served = read_target(Path(record.target_directory), record.config.target)
+        place = f"{source}/config.json: "
+        tell(check_run(record.shape, served, record.fingerprint), place)
         build_drafter(record.shape, drafter.arrays)  # what evaluate and generate will do
     step = drafter.record.step if drafter.record else 0
     workdir = workdir.resolve()

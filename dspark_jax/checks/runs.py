@@ -7,12 +7,20 @@ drafter that none of them can serve is told of, before it is trained.
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from dspark_jax.checks import engines, preflight
 from dspark_jax.checks import target as targets
-from dspark_jax.checks.facts import FIELDS, REFUSE, WARN, DrafterFacts, Finding, TargetFacts
+from dspark_jax.checks.facts import (
+    FIELDS,
+    REFUSE,
+    WARN,
+    DrafterFacts,
+    Finding,
+    TargetFacts,
+    read_drafter,
+)
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.weights.drafter_file import DrafterFile
@@ -59,21 +67,29 @@ def check_servable(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Findi
         yield Finding(WARN, "not servable", first.where, why, first.remedy)
 
 
-def tell(findings: Iterable[Finding], place: str) -> None:
-    """Prints each warning as one line on stderr, and stops at refusals.
+def tell(findings: Collection[Finding], place: str, stop: bool = True) -> None:
+    """Prints each finding as one line on stderr, and stops at refusals.
 
     Args:
-      place: what takes the place of "config.json: " and of the record of an export.
+      place: what takes the place of "config.json: ", and of the record of an export.
+      stop: False = refusals are printed as well.
 
     Raises:
-      UserError: with the first refusal; it says how many more there are.
+      UserError: with the first refusal; it says how many there are.
     """
     refused = [finding for finding in findings if finding.severity == REFUSE]
-    if refused:
-        more = f" (and {len(refused) - 1} more refusals)" if len(refused) > 1 else ""
+    if refused and stop:
+        more = f" (1 of {len(refused)} refusals)" if len(refused) > 1 else ""
         raise UserError(f"{_line(refused[0], place)}{more}")
     for finding in findings:
-        print(f"dspark_jax: warning: {_line(finding, place)}", file=sys.stderr, flush=True)
+        kind = "warning" if finding.severity == WARN else "refused by preflight"
+        print(f"dspark_jax: {kind}: {_line(finding, place)}", file=sys.stderr, flush=True)
+
+
+def check_export(folder: Path, target: TargetFacts, engine: str = "vllm") -> None:
+    """Prints what speaks against serving a finished export, refusals included."""
+    findings = preflight.preflight(read_drafter(folder), target, engine)
+    tell(findings, f"{folder}/{_CONFIG}: ", stop=False)
 
 
 def _line(finding: Finding, place: str) -> str:

@@ -116,5 +116,5 @@ def load_dataset(directory: Path, fingerprint: Fingerprint | None = None) -> lis
         ) from None
     if fingerprint is not None:
         check_same_target(made_by, fingerprint, f"the data in {directory}")
-        tell(check_template(made_by, fingerprint, str(directory)), "")
+        tell(list(check_template(made_by, fingerprint, str(directory))), "")
     return rows
