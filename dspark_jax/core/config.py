@@ -74,6 +74,9 @@ class DrafterConfig:
       intermediate_size, num_heads, num_kv_heads, head_dim: 0 = the target's.
       init: "normal" = N(0, 0.02) everywhere (DeepSpec); "target" = layers and final norm start as
         the target's last ones (models/warm_start.py): much further in a short run.
+      init_from: a drafter to start from instead: a run, a folder in the speculators or DeepSpec
+        layout, or a hub id. Shape and flags must be these here; `init_new` names the heads that it
+        has not and that start anew: confidence, markov or confidence+markov.
       dtype: compute dtype; parameters are always float32.
     """
 
@@ -93,12 +96,18 @@ class DrafterConfig:
     num_kv_heads: int = 0
     head_dim: int = 0
     init: str = "normal"
+    init_from: str = ""
+    init_new: str = ""
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         check_choice("drafter.markov_head", self.markov_head, MARKOV_HEADS)
         check_choice("drafter.init", self.init, ("normal", "target"))
         check_choice("drafter.dtype", self.dtype, ("float32", "bfloat16"))
+        for part in filter(None, self.init_new.split("+")):
+            check_choice("drafter.init_new", part, ("confidence", "markov"))
+        if self.init_new and not self.init_from:
+            raise UserError(f"drafter.init_new={self.init_new!r} needs drafter.init_from")
         if (self.markov_head == "none") != (self.markov_rank == 0):
             raise UserError(
                 f"drafter.markov_head={self.markov_head!r} with drafter.markov_rank="
