@@ -80,7 +80,7 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
         _check_same_run(config, target, workdir)
         given = None
         if config.drafter.init_from and not step_folders(workdir):
-            given, lines = weights_to_start(config, shape, target.fingerprint)
+            given, lines = weights_to_start(config, shape, target.fingerprint, target.directory)
             print("\n".join(f"init_from: {line}" for line in lines))
         source, draft_ids = _open_source(config, target, shape, workdir)
         write_record(workdir, _record(config, target))  # not before: a mistake binds to nothing

@@ -24,7 +24,13 @@ from dspark_jax.training.checkpoint import RunRecord, choose_step, load_arrays, 
 from dspark_jax.weights.compare import check_fit, shape_differences
 from dspark_jax.weights.export import DTYPES
 from dspark_jax.weights.fingerprint import Fingerprint, check_same_target, fingerprint
-from dspark_jax.weights.importing import ImportedDrafter, Record, check_borrowed, read_folder
+from dspark_jax.weights.importing import (
+    ImportedDrafter,
+    Record,
+    check_borrowed,
+    own_table,
+    read_folder,
+)
 from dspark_jax.weights.layouts import Verifier
 from dspark_jax.weights.resolve import is_bundled, resolve_drafter, resolve_target
 from dspark_jax.weights.safetensors import read_json, target_config
@@ -109,7 +115,7 @@ def run_of(drafter: ImportedDrafter, target: str | None) -> tuple[RunRecord, Ver
 
 
 def weights_to_start(
-    config: RunConfig, shape: DrafterShape, target: Fingerprint
+    config: RunConfig, shape: DrafterShape, target: Fingerprint, target_directory: Path
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     """The arrays of drafter.init_from for a run of this config, and what the user should know.
 
@@ -118,7 +124,7 @@ def weights_to_start(
     Raises:
       UserError: naming every field in which the drafter there contradicts the config.
     """
-    wanted, source = shape.config, config.drafter.init_from
+    wanted, source = config.drafter, config.drafter.init_from
     drafter = open_drafter(source)
     parts = list(filter(None, wanted.init_new.split("+")))
     for part in parts:
@@ -150,6 +156,8 @@ def weights_to_start(
             f"it was made with target {drafter.record.fingerprint.name!r}, which has another "
             f"{' and '.join(other)}"
         )
+    if other := own_table(drafter, target_directory):
+        lines.append(f"{other} of the target, whose own is used")
     return drafter.arrays, lines
 
 

@@ -42,8 +42,6 @@ def canonical(shape: DrafterShape) -> DrafterShape:
         confidence_with_markov=sees_markov(shape),
         confidence_detach=False,
         init="normal",
-        init_from="",
-        init_new="",
         vocab_size=shape.draft_vocab if shape.pruned else 0,
         intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,

@@ -117,12 +117,11 @@ def export_drafter(
     with new_folder(directory, replace) as fresh:
         # 2. Write beside the place.
         fresh.mkdir()
-        stored = {name: cast(array, dtype) for name, array in arrays.items()}
-        shared = {name: cast(table, dtype) for name, table in shared.items()}
-        tensors = file_tensors(stored, form.tensors) | _tables(arrays, shape) | shared
-        name = stored["fc"].dtype.name
-        write_json(fresh / "config.json", form.config(shape, verifier, name, origin))
-        write_json(fresh / RECORD, _record(origin, name))
+        tensors = file_tensors(arrays, dtype, form.tensors) | _tables(arrays, shape)
+        tensors |= {name: cast(table, dtype) for name, table in shared.items()}
+        floats = dtype or arrays["fc"].dtype.name
+        write_json(fresh / "config.json", form.config(shape, verifier, floats, origin))
+        write_json(fresh / RECORD, _record(origin, floats))
         save_file(tensors, fresh / "model.safetensors", metadata={"format": "pt"})
         # The writer makes a file that only its owner can read.
         shutil.copymode(fresh / "config.json", fresh / "model.safetensors")
@@ -132,11 +131,12 @@ def export_drafter(
         if changed := shape_differences(shape, found.shape):
             name, ours, theirs = changed[0]
             raise UserError(f"read back, {name} is {theirs!r} instead of {ours!r}: not exported")
+        stored = {name: cast(array, dtype) for name, array in arrays.items()}
         for name, array in stored.items():  # a probe sees only a few rows of the Markov tables
             if not same_bits(array, found.arrays.get(name)):
                 raise UserError(f"read back, {name} differs from the checkpoint: not exported")
         for name, table in shared.items():
-            if not same_bits(table, TensorFiles(fresh).read(name)):
+            if not same_bits(cast(table, dtype), TensorFiles(fresh).read(name)):
                 raise UserError(f"read back, {name} differs from the target's: not exported")
         probe = Probe.of(shape)
         read = build_drafter(canonical(found.shape), found.arrays)
@@ -166,14 +166,14 @@ def export_drafter(
 
 
 def file_tensors(
-    arrays: dict[str, np.ndarray], table: tuple[names.Rule, ...]
+    arrays: dict[str, np.ndarray], dtype: str | None, table: tuple[names.Rule, ...]
 ) -> dict[str, np.ndarray]:
     """The tensors of the file by its names, from arrays by ours."""
     tensors = {}
     for ours, array in arrays.items():
         if ours != names.DRAFT_IDS:
             theirs, rows = names.to_file(table, ours)
-            tensors[theirs] = array.reshape(names.file_shape(array.shape, rows))
+            tensors[theirs] = cast(array, dtype).reshape(names.file_shape(array.shape, rows))
     return tensors
 
 

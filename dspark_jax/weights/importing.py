@@ -106,35 +106,37 @@ def read_folder(directory: Path) -> ImportedDrafter:
 def check_borrowed(drafter: ImportedDrafter, target_directory: Path) -> None:
     """Embedding or LM head in the drafter's files must be the target's: ours has none of its own.
 
-    A copy in a shorter dtype counts as the same.
-
     Raises:
       UserError: naming the one that differs.
     """
+    if name := own_table(drafter, target_directory):
+        raise UserError(
+            f"{drafter.directory}: {name} of {target_directory}; drafters here share the target's, "
+            "one with its own cannot be imported"
+        )
+
+
+def own_table(drafter: ImportedDrafter, target_directory: Path) -> str | None:
+    """What the drafter's files hold in place of a table of the target, if it is another one.
+
+    A copy in a shorter dtype counts as the same. In words: "'lm_head.weight' is not the LM head".
+    """
     if not drafter.borrowed and not drafter.tied:
-        return
+        return None
     own, target = TensorFiles(drafter.directory), TensorFiles(target_directory)
     ids = drafter.arrays.get(names.DRAFT_IDS)
-    if drafter.tied and LM_HEAD in target.files:
-        head, embed = target.slice(LM_HEAD), target.slice(f"model.{EMBED}")
-        if not _same_table(head, embed):
-            raise UserError(
-                f"{drafter.directory}: tie_word_embeddings=True, but the LM head of "
-                f"{target_directory} is not its embedding; drafters here share the target's"
-            )
+    embed = target.slice(f"model.{EMBED}")
+    head = target.slice(LM_HEAD) if LM_HEAD in target.files else embed  # a tied one
+    if drafter.tied and not _same_table(head, embed):
+        return "the embedding, which is its LM head (tie_word_embeddings=True), is not the LM head"
     for name, what in drafter.borrowed.items():
-        theirs = LM_HEAD
-        if what == "embedding" or theirs not in target.files:  # a tied head is the embedding
-            theirs = f"model.{EMBED}"
         if what == "LM head" and ids is not None:
             same = _equal_rounded(own.read(name), head_rows(target_directory, ids))
         else:
-            same = _same_table(own.slice(name), target.slice(theirs))
+            same = _same_table(own.slice(name), embed if what == "embedding" else head)
         if not same:
-            raise UserError(
-                f"{drafter.directory}: {name!r} is not the {what} of {target_directory}; drafters "
-                "here share the target's, one with its own cannot be imported"
-            )
+            return f"{name!r} is not the {what}"
+    return None
 
 
 def _same_table(a: Any, b: Any, rows: int = 4096) -> bool:
