@@ -24,6 +24,7 @@ on a fixed input. --target says where the target is, when the files do not.
 In short, `--workdir=RUN --to=... --out=DIR` exports a run, and `--from=DIR --workdir=RUN` imports.
 """
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -141,8 +142,8 @@ def _write_run(
     """Makes `workdir` a run whose only checkpoint is this drafter."""
     workdir = workdir.expanduser().resolve()
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
-        raise UserError(f"{workdir} is not empty: give a new --workdir to import into")
-    record, _, _ = run_of(drafter, target)
+        raise UserError(f"{workdir} is not empty: give a new folder for the run")
+    record = dataclasses.replace(run_of(drafter, target)[0], imported=str(drafter.directory))
     arrays = {name: cast(array, dtype) for name, array in drafter.arrays.items()}
     with new_folder(workdir) as fresh:
         save_drafter(fresh, arrays, drafter.step)

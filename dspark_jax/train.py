@@ -3,10 +3,14 @@
     python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/a
     python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/a \\
         --config.train.learning_rate=1e-3 --config.drafter.block_size=5
+    python -m dspark_jax.train --config=configs/qwen3_8b.py --workdir=runs/b \\
+        --config.drafter.init_from=deepseek-ai/dspark_qwen3_8b_block7
 
 The target runs in this process and its hidden states stream into the drafter. Data that is not
 prepared yet is prepared first (see dspark_jax.prepare). Run the same command again after a kill
 and it goes on from the last checkpoint, with the very losses of an uninterrupted run.
+drafter.init_from starts from the drafter of another run, of a speculators or DeepSpec folder or of
+the hub, which must be the one that the config describes.
 
 WORKDIR holds config.json, metrics.jsonl, TensorBoard events, checkpoints/STEP and
 training_curve.png.

@@ -47,8 +47,8 @@ class RunRecord:
     target_directory: str
     target_config: TargetConfig
     architectures: tuple[str, ...]  # of the target, as its config names them
-    # Where the weights were imported from: what only training knows (init, the compute dtype) is
-    # not in such files, so the fields of `config` that say it are guesses. "" for a trained run.
+    # Where the weights were imported from, so that no optimizer is there and `config` may guess at
+    # what only training knows (init, the compute dtype). "" once it was trained here.
     imported: str = dataclasses.field(default="", compare=False)
 
     @property

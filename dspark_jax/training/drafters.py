@@ -110,7 +110,8 @@ def run_of(drafter: ImportedDrafter, target: str | None) -> tuple[RunRecord, Ver
         check_same_target(record.fingerprint, fingerprint(directory, name), f"{where}")
     if target:
         config = dataclasses.replace(record.config, target=target)
-        record = dataclasses.replace(record, config=config, target_directory=str(directory))
+        place = str(directory.resolve())
+        record = dataclasses.replace(record, config=config, target_directory=place)
     return record, _verifier(record, directory), directory
 
 
@@ -223,5 +224,4 @@ def _record_of_folder(drafter: ImportedDrafter, target: str | None) -> RunRecord
             other = "dspark_jax.json with the target" if recipe else f"the target {name}"
             raise UserError(f"{where}: {field} is {theirs!r} in config.json, {ours!r} by {other}")
     classes = tuple(described.get("architectures") or [FAMILIES[shape.family]])
-    imported = "" if recipe else str(where)
-    return RunRecord(config, found, str(directory), shape, classes, imported)
+    return RunRecord(config, found, str(directory.resolve()), shape, classes)
