@@ -1,61 +1,203 @@
-"""Turn a run's drafter into a folder that vLLM serves, or such a folder into a run.
+"""Turn a drafter from the layout it is kept in into another: run, speculators, DeepSpec.
 
-    python -m dspark_jax.convert --workdir=runs/a --to=speculators --out=exports/a
-    python -m dspark_jax.convert --from=exports/a --workdir=runs/b
+    python -m dspark_jax.convert --from=runs/a --to=speculators --out=exports/a
+    python -m dspark_jax.convert --from=deepseek-ai/dspark_qwen3_8b_block7 --to=orbax \\
+        --out=runs/b --target=Qwen/Qwen3-8B
+    python -m dspark_jax.convert --from=exports/a --to=deepspec --out=exports/b
 
---to writes config.json, model.safetensors and dspark_jax.json. The folder appears only after its
-files were read back: every tensor equal to the checkpoint's, and logits and confidence equal on a
-fixed input. `vllm serve exports/a` then loads the target that config.json names. vLLM reads vanilla
-Markov heads, and DSpark needs its GPU runner V2; a drafter without any head (markov_rank=0,
-confidence_head=False, sample_from_anchor=False) is written as DFlash, which also serves on CPUs.
+--from is a run, one of its checkpoints/STEP, a folder in the speculators or the DeepSpec layout, or
+the hub id of such a folder; which of them is seen from its files. --to:
 
---from reads such a folder, or a released DeepSpec drafter, into a new run that evaluate, generate
-and convert can use. Nothing is guessed: a missing or contradictory field and every tensor too many
-or too few is named.
+    speculators  what `vllm serve DIR` reads, together with the target that config.json names. vLLM
+                 reads vanilla Markov heads, and DSpark needs its GPU runner V2; a drafter without
+                 any head (markov_rank=0, confidence_head=False, sample_from_anchor=False) is
+                 written as DFlash, which also serves on CPUs
+    deepspec     what DeepSpec and SGLang read, and vLLM beside a target: all three Markov heads,
+                 the whole vocabulary; with the target's embedding and LM head unless --noembeddings
+    orbax        a run that train goes on from and that evaluate, generate and convert can use
+
+Nothing is guessed: a missing or contradictory field and every tensor too many or too few is named.
+Every tensor keeps the dtype that it is stored in unless --dtype asks for another. The result
+appears only after it was read back: every tensor equal bit for bit, and logits and confidence equal
+on a fixed input. --target says where the target is, when the files do not.
+
+In short, `--workdir=RUN --to=... --out=DIR` exports a run, and `--from=DIR --workdir=RUN` imports.
 """
 
 import dataclasses
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import jax
-import numpy as np
 from absl import flags
 
+from dspark_jax.checks.facts import TargetFacts
 from dspark_jax.checks.runs import check_export, check_run, tell
 from dspark_jax.checks.target import read_target
 from dspark_jax.core.command import run_main
-from dspark_jax.core.config import DataConfig, RunConfig, from_mapping, to_mapping
+from dspark_jax.core.config import to_mapping
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import table
 from dspark_jax.core.sharding import make_mesh
-from dspark_jax.models.drafter import DrafterShape
-from dspark_jax.models.target import FAMILIES
 from dspark_jax.training.checkpoint import (
     RunRecord,
-    choose_step,
     load_arrays,
     read_record,
     save_drafter,
     write_record,
 )
-from dspark_jax.weights.compare import build_drafter, shape_differences
+from dspark_jax.training.drafters import open_drafter, run_of
+from dspark_jax.weights.compare import Probe, build_drafter, canonical, largest_difference
 from dspark_jax.weights.export import (
     DTYPES,
     Exported,
-    Origin,
-    Verifier,
-    export_speculators,
-    unservable,
+    cast,
+    export_drafter,
+    new_folder,
+    same_bits,
 )
-from dspark_jax.weights.fingerprint import check_same_target, fingerprint
-from dspark_jax.weights.importing import ImportedDrafter, check_borrowed, read_speculators
+from dspark_jax.weights.importing import ImportedDrafter
+from dspark_jax.weights.layouts import (
+    LAYOUTS,
+    Origin,
+    algorithm_of,
+    format_of,
+)
 from dspark_jax.weights.names import DRAFT_IDS
-from dspark_jax.weights.resolve import is_bundled, resolve_target
-from dspark_jax.weights.safetensors import read_json, target_config
-from dspark_jax.weights.vocab_tables import head_rows
+from dspark_jax.weights.vocab_tables import head_rows, target_table
+
+
+def convert(
+    source: str,
+    to: str,
+    out: Path,
+    *,
+    step: str = "best",
+    dtype: str | None = None,
+    target: str | None = None,
+    embeddings: bool = True,
+    force: bool = False,
+) -> Exported | RunRecord:
+    """Writes the drafter at `source` to the folder `out` in another layout; see the docstring.
+
+    Args:
+      source: see `open_drafter`; step: of a run.
+      to: speculators, deepspec or orbax.
+      dtype: float32 or bfloat16; None keeps every tensor as it is stored.
+      target: where it is, if it moved or the files do not name it.
+      embeddings: deepspec: also write the target's embedding and LM head.
+      force: replace a former export; write what vLLM cannot run.
+
+    Raises:
+      UserError: nothing was written.
+    """
+    if not embeddings and to != "deepspec":
+        raise UserError(f"--noembeddings belongs to --to=deepspec, not to {to}")
+    with jax.set_mesh(make_mesh()):
+        drafter = open_drafter(source, step)
+        if to == "orbax":
+            return _write_run(drafter, out, dtype, target)
+        record, verifier, directory = run_of(drafter, target)
+        served = _checked(record, directory, drafter)
+        shape = record.shape
+        wanted = format_of(to, algorithm_of(shape), source).shared(shape) if embeddings else ()
+        if wanted and not (directory / "config.json").is_file():
+            raise UserError(
+                f"{source}: {' and '.join(wanted)} are the target's, which is not in {directory}; "
+                "give --target=FOLDER_OR_HUB_ID"
+            )
+        ids = drafter.arrays.get(DRAFT_IDS)
+        exported = export_drafter(
+            drafter.arrays,
+            shape,
+            verifier,
+            out,
+            Origin(drafter.step, to_mapping(record.config), record.fingerprint),
+            layout=to,
+            shared={
+                name: target_table(directory, name) if ids is None else head_rows(directory, ids)
+                for name in wanted
+            },
+            dtype=dtype,
+            replace=force,
+            allow_unservable=force,
+        )
+    how = "as stored" if dtype is None else "by --dtype"
+    lines = [
+        ("folder", exported.directory),
+        ("format", f"{to} {exported.kind}, {' and '.join(exported.dtypes)} {how}"),
+        ("from", drafter.described),
+        ("tensors", exported.tensors),
+        ("parameters", f"{exported.parameters:,}"),
+        ("bytes", f"{exported.bytes:,}"),
+        ("target", verifier.name_or_path),
+        ("largest difference in logits, read back", f"{exported.difference:.3g}"),
+    ]
+    print(table([(name, str(value)) for name, value in lines], ("export", "")))
+    for note in drafter.notes:
+        print(f"note: {note}")
+    reason = format_of(to, exported.kind, source).unservable(shape)
+    print(f"\nnot for vLLM: {reason}" if reason else f"\n{exported.serve}")
+    if served is not None:
+        check_export(
+            exported.directory, served, "sglang" if reason and to == "deepspec" else "vllm"
+        )
+    return exported
+
+
+def _checked(record: RunRecord, directory: Path, drafter: ImportedDrafter) -> TargetFacts | None:
+    """What the target's files say, once they were seen to suit the drafter; None if not here."""
+    if not (directory / "config.json").is_file():
+        return None
+    served = read_target(directory, record.config.target)
+    place = f"{drafter.directory}/config.json: "
+    tell(check_run(record.shape, served, record.fingerprint), place)
+    return served
+
+
+def _write_run(
+    drafter: ImportedDrafter, workdir: Path, dtype: str | None, target: str | None
+) -> RunRecord:
+    """Makes `workdir` a run whose only checkpoint is this drafter."""
+    workdir = workdir.expanduser().resolve()
+    if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
+        raise UserError(f"{workdir} is not empty: give a new folder for the run")
+    record, _, directory = run_of(drafter, target)
+    _checked(record, directory, drafter)
+    record = dataclasses.replace(record, imported=str(drafter.directory))
+    arrays = {name: cast(array, dtype) for name, array in drafter.arrays.items()}
+    with new_folder(workdir) as fresh:
+        save_drafter(fresh, arrays, drafter.step)
+        write_record(fresh, record)
+        back = load_arrays(fresh, drafter.step)
+        for name, array in arrays.items():
+            if not same_bits(array, back.get(name)):
+                raise UserError(f"read back, {name} differs from {drafter.directory}: not imported")
+        shape = canonical(record.shape)  # what evaluate and generate will build
+        ours, theirs = build_drafter(shape, back), build_drafter(canonical(drafter.shape), arrays)
+        gap = largest_difference(theirs, ours, Probe.of(shape))
+        if gap != 0.0:
+            raise UserError(f"read back, logits differ by up to {gap:.3g}: not imported")
+    config = record.config.drafter
+    floats = sorted(
+        {array.dtype.name for array in arrays.values() if array.dtype.kind not in "biu"}
+    )
+    lines = [
+        ("run", workdir),
+        ("checkpoint", f"step {drafter.step}, {' and '.join(floats)}"),
+        ("from", drafter.described),
+        ("tensors", len(arrays)),
+        ("parameters", f"{sum(array.size for array in arrays.values()):,}"),
+        ("target", record.config.target),
+        ("taps", ", ".join(map(str, config.target_layer_ids))),
+        ("proposals per round", config.num_proposals),
+        ("heads", f"Markov {config.markov_head}, confidence {config.confidence_head}"),
+        ("largest difference in logits, read back", f"{gap:.3g}"),
+    ]
+    print(table([(name, str(value)) for name, value in lines], ("import", "")))
+    for note in drafter.notes:
+        print(f"note: {note}")
+    print(f'\npython -m dspark_jax.generate --workdir={workdir} --prompt="..."')
+    return record
 
 
 def export_run(
@@ -63,204 +205,72 @@ def export_run(
     out: Path,
     *,
     step: str = "best",
-    dtype: str = "float32",
+    dtype: str | None = None,
     target: str | None = None,
     force: bool = False,
 ) -> Exported:
-    """Exports a checkpoint of the run in `workdir` to the folder `out`."""
-    record = read_record(workdir)
-    chosen = choose_step(workdir, step)
-    verifier, directory = _verifier(record, target, workdir)
-    origin = Origin(chosen, to_mapping(record.config), record.fingerprint)
-    served = None
-    if (directory / "config.json").is_file():
-        served = read_target(directory, verifier.name_or_path)
-        place = f"{workdir}/config.json: "
-        tell(check_run(record.shape, served, record.fingerprint), place)
-    arrays = load_arrays(workdir, chosen)
-    head = None
-    if record.shape.pruned:
-        head = head_rows(directory, arrays[DRAFT_IDS])
-    with jax.set_mesh(make_mesh()):
-        exported = export_speculators(
-            arrays,
-            record.shape,
-            verifier,
-            out,
-            origin,
-            head=head,
-            dtype=dtype,
-            replace=force,
-            allow_unservable=force,
-        )
-    rows = [
-        ("folder", exported.directory),
-        ("format", f"speculators {exported.kind}, {dtype}"),
-        ("checkpoint", f"step {chosen} of {workdir}"),
-        ("tensors", f"{exported.tensors}"),
-        ("parameters", f"{exported.parameters:,}"),
-        ("bytes", f"{exported.bytes:,}"),
-        ("target", verifier.name_or_path),
-        ("largest difference in logits, read back", f"{exported.difference:.3g}"),
-    ]
-    print(table([(name, str(value)) for name, value in rows], ("export", "")))
-    reason = unservable(record.config.drafter)
-    print(f"\nnot for vLLM: {reason}" if reason else f"\nvllm serve {exported.directory}")
-    if served is not None:
-        check_export(exported.directory, served)
-    return exported
+    """Exports a checkpoint of the run in `workdir` to the folder `out`, for vLLM."""
+    read_record(workdir)  # a run and nothing else
+    return convert(
+        str(workdir), "speculators", out, step=step, dtype=dtype, target=target, force=force
+    )
 
 
 def import_run(source: Path, workdir: Path, *, target: str | None = None) -> RunRecord:
     """Makes `workdir` a run whose only checkpoint is the drafter in the folder `source`."""
-    workdir = workdir.expanduser()
-    if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
-        raise UserError(f"{workdir} is not empty: give a new --workdir to import into")
-    with jax.set_mesh(make_mesh()):
-        drafter = read_speculators(source.expanduser())
-        record = _run_record(drafter, target)
-        served = read_target(Path(record.target_directory), record.config.target)
-        place = f"{source}/config.json: "
-        tell(check_run(record.shape, served, record.fingerprint), place)
-        build_drafter(record.shape, drafter.arrays)  # what evaluate and generate will do
-    step = drafter.record.step if drafter.record else 0
-    workdir = workdir.resolve()
-    try:
-        workdir.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{workdir.name}.partial-", dir=workdir.parent))
-        try:
-            fresh = work / "fresh"
-            save_drafter(fresh, drafter.arrays, step)
-            write_record(fresh, record)
-            back = load_arrays(fresh, step)
-            for name, array in drafter.arrays.items():
-                if not np.array_equal(array, back[name], equal_nan=True):
-                    raise UserError(f"read back, {name} differs from {source}: not imported")
-            os.rename(fresh, workdir)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"cannot write {workdir}: {error.strerror or error}") from error
-    parameters = sum(array.size for array in drafter.arrays.values())
-    config = record.config.drafter
-    rows = [
-        ("run", workdir),
-        ("checkpoint", f"step {step}"),
-        ("tensors", len(drafter.arrays)),
-        ("parameters", f"{parameters:,}"),
-        ("target", record.config.target),
-        ("taps", ", ".join(map(str, config.target_layer_ids))),
-        ("proposals per round", config.num_proposals),
-        ("heads", f"Markov {config.markov_head}, confidence {config.confidence_head}"),
-    ]
-    print(table([(name, str(value)) for name, value in rows], ("import", "")))
-    for note in drafter.notes:
-        print(f"note: {note}")
-    print(f'\npython -m dspark_jax.generate --workdir={workdir} --prompt="..."')
-    return record
-
-
-def _verifier(record: RunRecord, target: str | None, workdir: Path) -> tuple[Verifier, Path]:
-    """The target as engines are told of it, after a look at whether it is the one trained with.
-
-    And its folder here, which may no longer be there.
-    """
-    name = target or record.config.target
-    recorded = Path(record.target_directory)
-    if target or is_bundled(name):
-        directory = resolve_target(name)
-    elif _in_hub_cache(name, recorded):
-        directory = recorded  # perhaps no longer there: engines download it themselves
-    elif (recorded / "config.json").is_file():
-        directory = recorded
-    else:
-        raise UserError(f"{workdir}: its target is no longer in {recorded}; give --target=FOLDER")
-    if (directory / "config.json").is_file():
-        check_same_target(record.fingerprint, fingerprint(directory, name), f"{workdir}")
-    hub = _in_hub_cache(name, directory)
-    verifier = Verifier(name if hub else str(directory.resolve()), record.architectures)
-    return verifier, directory
-
-
-def _in_hub_cache(name: str, directory: Path) -> bool:
-    return f"models--{name.replace('/', '--')}" in directory.parts
-
-
-def _run_record(drafter: ImportedDrafter, target: str | None) -> RunRecord:
-    """The record of a run with an imported drafter; the files and their target must fit."""
-    where, origin = drafter.directory, drafter.record
-    recipe = None
-    if origin:
-        recipe = from_mapping(RunConfig, origin.recipe, f"{where / 'dspark_jax.json'}: config")
-    # A path in a recipe is one of the machine that trained; the verifier's is absolute.
-    name = target or (recipe.target if recipe and is_bundled(recipe.target) else drafter.verifier)
-    if not name:
-        raise UserError(f"{where}: config.json names no verifier; give --target=FOLDER_OR_HUB_ID")
-    directory = resolve_target(name)
-    found = fingerprint(directory, name)
-    if origin:
-        check_same_target(origin.fingerprint, found, f"{where}")
-        found = origin.fingerprint
-    check_borrowed(drafter, directory)
-    described = read_json(directory / "config.json")
-    own = described.get("dtype") or described.get("torch_dtype")
-    target_dtype = own if own in DTYPES else "bfloat16"
-    config = recipe or RunConfig(
-        target=name,
-        data=DataConfig(prompts=""),  # unknown to the files
-        drafter=dataclasses.replace(drafter.shape.config, dtype=drafter.stored_dtype),
-        target_dtype=target_dtype,
-    )
-    config = dataclasses.replace(config, target=name)
-    shape = target_config(directory, config.target_dtype)
-    for field, ours, theirs in shape_differences(
-        DrafterShape.of(config.drafter, shape), drafter.shape
-    ):
-        if field != "max_positions":  # no table is made from it, so it changes nothing
-            other = "dspark_jax.json with the target" if recipe else f"the target {name}"
-            raise UserError(f"{where}: {field} is {theirs!r} in config.json, {ours!r} by {other}")
-    classes = tuple(described.get("architectures") or [FAMILIES[shape.family]])
-    return RunRecord(config, found, str(directory), shape, classes)
+    return convert(str(source), "orbax", workdir, target=target)
 
 
 def main() -> None:
     """Entry point."""
-    if (_TO.value is None) == (_FROM.value is None):
-        raise UserError("give --to=speculators to export or --from=DIR to import; see --help")
-    if _WORKDIR.value is None:
-        raise UserError("--workdir is missing; see --help")
-    if _FROM.value is not None:
-        if _OUT.value is not None:
-            raise UserError("--out belongs to --to; --from makes --workdir")
-        import_run(Path(_FROM.value), Path(_WORKDIR.value), target=_TARGET.value)
-        return
-    if _OUT.value is None:
-        raise UserError("--out is missing: the folder to export to")
-    export_run(
-        Path(_WORKDIR.value),
-        Path(_OUT.value),
+    source, workdir, to, out = _FROM.value, _WORKDIR.value, _TO.value, _OUT.value
+    if source is None and to is None:
+        raise UserError("give --from=DIR --to=LAYOUT --out=DIR; see --help")
+    if source is None:
+        if workdir is None:
+            raise UserError("--from is missing: the drafter to convert; see --help")
+        read_record(Path(workdir).expanduser())  # a run and nothing else
+        source = workdir
+    elif workdir is not None:
+        if out is not None or to not in (None, "orbax"):
+            raise UserError("--workdir beside --from is the run to make: no --to or --out with it")
+        to, out = "orbax", workdir
+    if to is None:
+        raise UserError("--to is missing: the layout to write; see --help")
+    if out is None:
+        raise UserError("--out is missing: the folder to make")
+    convert(
+        source,
+        to,
+        Path(out),
         step=_STEP.value,
         dtype=_DTYPE.value,
         target=_TARGET.value,
+        embeddings=_EMBEDDINGS.value,
         force=_FORCE.value,
     )
 
 
 if __name__ == "__main__":  # flags too: several commands may be imported into one program
-    _TO = flags.DEFINE_enum("to", None, ["speculators"], "Export: the format to write.")
-    _OUT = flags.DEFINE_string("out", None, "Export: the folder to make.")
-    _FROM = flags.DEFINE_string("from", None, "Import: the folder of a drafter.")
-    _WORKDIR = flags.DEFINE_string("workdir", None, "The run: read by --to, made by --from.")
-    _STEP = flags.DEFINE_string(
-        "step", "best", "Export: the checkpoint; best, latest or its number."
+    _TO = flags.DEFINE_enum("to", None, [*LAYOUTS, "orbax"], "The layout to write.")
+    _OUT = flags.DEFINE_string("out", None, "The folder to make.")
+    _FROM = flags.DEFINE_string(
+        "from", None, "The drafter: a run, its checkpoints/STEP, a folder or a hub id."
     )
+    _WORKDIR = flags.DEFINE_string(
+        "workdir", None, "A run: in place of --from the one to export, or after it the one to make."
+    )
+    _STEP = flags.DEFINE_string("step", "best", "Of a run: best, latest or its number.")
     _DTYPE = flags.DEFINE_enum(
-        "dtype", "float32", list(DTYPES), "Export: of the tensors in the file."
+        "dtype", None, list(DTYPES), "To cast every float to; default: each as it is stored."
     )
     _TARGET = flags.DEFINE_string(
-        "target", None, "Where the target is now, if it moved: a model folder or a hub id."
+        "target", None, "The target, if it moved or the files do not name it: a folder or a hub id."
+    )
+    _EMBEDDINGS = flags.DEFINE_bool(
+        "embeddings", True, "deepspec: also write the target's embedding and LM head."
     )
     _FORCE = flags.DEFINE_bool(
-        "force", False, "Export: replace a former export, and write drafters that vLLM cannot run."
+        "force", False, "Replace a former export, and write speculators that vLLM cannot run."
     )
     run_main(main)

@@ -3,10 +3,14 @@
     python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/a
     python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/a \\
         --config.train.learning_rate=1e-3 --config.drafter.block_size=5
+    python -m dspark_jax.train --config=configs/qwen3_8b.py --workdir=runs/b \\
+        --config.drafter.init_from=deepseek-ai/dspark_qwen3_8b_block7
 
 The target runs in this process and its hidden states stream into the drafter. Data that is not
 prepared yet is prepared first (see dspark_jax.prepare). Run the same command again after a kill
 and it goes on from the last checkpoint, with the very losses of an uninterrupted run.
+drafter.init_from starts from the drafter of another run, of a speculators or DeepSpec folder or of
+the hub, which must be the one that the config describes.
 
 WORKDIR holds config.json, metrics.jsonl, TensorBoard events, checkpoints/STEP and
 training_curve.png.
@@ -32,6 +36,7 @@ from dspark_jax.core.metrics import MetricsWriter
 from dspark_jax.core.pictures import training_curve
 from dspark_jax.core.progress import progress
 from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.trees import named
 from dspark_jax.data.batches import pack, split
 from dspark_jax.data.dataset import load_dataset
 from dspark_jax.data.draft_vocab import draft_vocabulary
@@ -47,9 +52,11 @@ from dspark_jax.training.checkpoint import (
     read_record,
     restore_latest,
     save,
+    start_from,
     step_folders,
     write_record,
 )
+from dspark_jax.training.drafters import weights_to_start
 from dspark_jax.training.step import (
     Recipe,
     init_state,
@@ -59,6 +66,7 @@ from dspark_jax.training.step import (
     train_step,
     validation_step,
 )
+from dspark_jax.weights.compare import canonical
 
 # The same object for the same recipe: another run in this process compiles nothing anew.
 _optimizer = functools.cache(make_optimizer)
@@ -74,11 +82,14 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
         check_drafter(shape, target, "config.drafter.")
         _check_mesh(config, shape)
         _check_same_run(config, target, workdir)
+        given = None
+        if config.drafter.init_from and not step_folders(workdir):
+            given, lines = weights_to_start(config, shape, target.fingerprint, target.directory)
+            print("\n".join(f"init_from: {line}" for line in lines))
         source, draft_ids = _open_source(config, target, shape, workdir)
-        write_record(
-            workdir, _record(config, target, workdir)
-        )  # not before: a mistake binds to nothing
-        return _train(config, target, shape, source, draft_ids, workdir)
+        # Not before: a mistake binds to nothing.
+        write_record(workdir, _record(config, target, workdir))
+        return _train(config, target, shape, source, draft_ids, given, workdir)
 
 
 def _train(
@@ -87,6 +98,7 @@ def _train(
     shape: DrafterShape,
     source: LocalSource,
     draft_ids: np.ndarray | None,
+    given: dict[str, np.ndarray] | None,
     workdir: Path,
 ) -> dict[str, Any]:
     options = config.train
@@ -113,6 +125,9 @@ def _train(
             state, start = restore_latest(checkpoints, init, key, target.model, draft_ids)
         else:
             state, start = jax.jit(init)(key, target.model, draft_ids), 0
+            if given is not None:  # its draft vocabulary as well
+                given = named(state.drafter) | given
+                state = start_from(state, given, f"drafter.init_from={config.drafter.init_from}")
         if start >= num_steps:
             return validate()
         batch = source.batch(start)
@@ -193,7 +208,8 @@ def _open_source(
         draft_ids, line = draft_vocabulary(
             train, validation, shape.vocab_size, shape.draft_vocab, target.stop_ids
         )
-        if not step_folders(workdir):  # else the checkpoint has its own, chosen when it began
+        # Else the checkpoint or the drafter it starts from has its own, chosen when that began.
+        if not step_folders(workdir) and not config.drafter.init_from:
             print(line)
     source = LocalSource(
         target.model,
@@ -264,11 +280,29 @@ def _check_same_run(config: RunConfig, target: OpenedTarget, workdir: Path) -> N
     if parts or old.fingerprint.other_template(target.fingerprint):
         parts = parts or ["chat template"]
         raise UserError(f"{other} target ({', '.join(parts)} differ): {remedy}")
-    changed = _differences(old.config, config)
+    changed = _differences(_explicit(old), _explicit(dataclasses.replace(old, config=config)))
+    if old.imported:  # it starts from these weights, with what their files do not tell
+        guesses = ("init=", "init_from=", "head_init=", "dtype=", "confidence_d")
+        guesses = tuple(f"drafter.{guess}" for guess in guesses)
+        changed = [text for text in changed if not text.startswith(guesses)]
     if drafter := [text for text in changed if text.startswith("drafter.")]:
         raise UserError(f"{other} drafter, {', '.join(drafter)}: {remedy}")
     if changed:
         print(f"{workdir}: goes on with {', '.join(changed)}")
+
+
+def _explicit(record: RunRecord) -> RunConfig:
+    """Its config with what follows from its target and its other fields written out."""
+    sizes = canonical(record.shape).config
+    drafter = dataclasses.replace(
+        record.config.drafter,
+        confidence_with_markov=sizes.confidence_with_markov,
+        **{
+            name: getattr(sizes, name)
+            for name in ("vocab_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        },
+    )
+    return dataclasses.replace(record.config, drafter=drafter)
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:

@@ -38,7 +38,7 @@ from dspark_jax.decoding.figures import set_result
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.training.checkpoint import choose_step, load_arrays, read_record
 from dspark_jax.training.step import init_state
-from dspark_jax.weights.importing import read_speculators
+from dspark_jax.weights.importing import read_folder
 from dspark_jax.weights.names import DRAFT_IDS
 from dspark_jax.weights.safetensors import read_json
 
@@ -201,7 +201,7 @@ def export(workdir: Path) -> dict[str, Any]:
     exported = convert.export_run(workdir, workdir / "export", force=True)
     ours = load_arrays(workdir, choose_step(workdir, "best"))
     with jax.set_mesh(make_mesh()):
-        back = read_speculators(exported.directory).arrays
+        back = read_folder(exported.directory).arrays
     equal = set(ours) == set(back) and all(np.array_equal(ours[n], back[n]) for n in ours)
     if not equal:
         raise UserError(f"{exported.directory}: what was read back is not what was exported")

@@ -91,7 +91,7 @@ def by_convert(run, tmp_path, later: bool):
     out = tmp_path / "taken"
     out.mkdir(exist_ok=True)
     (out / "mine.txt").write_text("mine")
-    convert.export_run(run, out if later else tmp_path / "out")
+    convert.convert(str(run), "speculators", out if later else tmp_path / "out")
 
 
 COMMANDS = {
@@ -275,24 +275,26 @@ def test_data_of_another_template_is_one_warning(good, tmp_path, capsys):
 
 
 def test_a_finished_export_is_preflighted_for_vllm(good, tmp_path, capsys):
-    convert.export_run(good / "run", tmp_path / "fine")
+    convert.convert(str(good / "run"), "speculators", tmp_path / "fine")
     assert capsys.readouterr().err == ""
-    convert.export_run(good / "ordinary", tmp_path / "ordinary")
+    convert.convert(str(good / "ordinary"), "speculators", tmp_path / "ordinary")
     (line,) = capsys.readouterr().err.splitlines()
     where = f"{tmp_path / 'ordinary'}/config.json: mask_token_id"
     assert line.startswith(f"dspark_jax: warning: {where}: 77 is an ordinary token")
-    convert.export_run(good / "gated", tmp_path / "gated", force=True)
+    convert.convert(str(good / "gated"), "speculators", tmp_path / "gated", force=True)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dspark_jax: refused by preflight: ")
     assert "vLLM reads only vanilla heads" in line
+    convert.convert(str(good / "gated"), "deepspec", tmp_path / "sglang")  # which serves it
+    assert capsys.readouterr().err == ""
 
     # Back again: the folder and the target must still fit.
-    convert.import_run(tmp_path / "fine", tmp_path / "imported")
+    convert.convert(str(tmp_path / "fine"), "orbax", tmp_path / "imported")
     assert capsys.readouterr().err == ""
     edit(tmp_path / "fine", mask_token_id=tiny.END)
     edit(tmp_path / "fine", "dspark_jax.json", config__drafter__mask_token_id=tiny.END)
     with pytest.raises(UserError, match="mask_token_id: 0 is the target's eos token"):
-        convert.import_run(tmp_path / "fine", tmp_path / "again")
+        convert.convert(str(tmp_path / "fine"), "orbax", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 

@@ -39,14 +39,16 @@ from dspark_jax.weights.compare import (
     shape_differences,
 )
 from dspark_jax.weights.drafter_file import DrafterFile, read_shape
-from dspark_jax.weights.export import (
+from dspark_jax.weights.export import export_drafter
+from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
+from dspark_jax.weights.importing import check_borrowed, read_folder
+from dspark_jax.weights.layouts import (
     Origin,
     Verifier,
-    export_speculators,
+    rope_parameters,
     speculators_config,
+    unservable,
 )
-from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
-from dspark_jax.weights.importing import check_borrowed, read_speculators
 from dspark_jax.weights.safetensors import target_config
 from dspark_jax.weights.vocab_tables import head_rows
 
@@ -97,8 +99,8 @@ def export(directory, shape=None, arrays=None, **options):
     arrays = arrays or make_arrays(shape)
     options = {"allow_unservable": True, **options}
     if shape.pruned:
-        options = {"head": head_of(arrays), **options}
-    export_speculators(arrays, shape, VERIFIER, directory, ORIGIN, **options)
+        options = {"shared": {"lm_head.weight": head_of(arrays)}, **options}
+    export_drafter(arrays, shape, VERIFIER, directory, ORIGIN, **options)
     return directory
 
 
@@ -284,14 +286,15 @@ def test_bfloat16_is_by_value_and_tables_keep_their_type(tmp_path):
     assert {tensor.dtype.name for tensor in tensors.values()} == {"bfloat16"}
     stored = tensors["markov_head.markov_w1.weight"].reshape(-1)[:4].astype(np.float32)
     assert stored.tolist() == [1.0, -2.5, 3.140625, 1.0]
-    found = read_speculators(folder)
-    assert found.arrays["markov.w1"].dtype == np.float32 and found.stored_dtype == "bfloat16"
+    found = read_folder(folder)
+    assert found.arrays["markov.w1"].dtype == ml_dtypes.bfloat16
+    assert found.compute_dtype == "bfloat16"
     assert found.arrays["markov.w1"].reshape(-1)[:4].tolist() == [1.0, -2.5, 3.140625, 1.0]
     again = tmp_path / "b"
-    export(again, shape, found.arrays, dtype="bfloat16")
+    export(again, shape, found.arrays)  # kept as stored
     assert same_bytes(folder, again)
     ids = np.array([1, 255, 257, 383, 151645, 151669])
-    assert np.array_equal(export_module._stored(ids, "bfloat16"), ids)  # bfloat16 has 8 bits
+    assert np.array_equal(export_module.cast(ids, "bfloat16"), ids)  # bfloat16 has 8 bits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -315,10 +318,10 @@ def test_a_pruned_vocabulary_by_hand(dtype, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert config["draft_vocab_size"] == 10
     assert config["transformer_layer_config"]["vocab_size"] == 24
-    found = read_speculators(folder)
+    found = read_folder(folder)
     assert np.array_equal(found.arrays["draft_ids"], DRAFT_IDS)
     assert found.arrays["draft_ids"].dtype == np.int32
-    again = export(tmp_path / "b", shape, found.arrays, head=rounded, dtype=dtype)
+    again = export(tmp_path / "b", shape, found.arrays, shared={"lm_head.weight": rounded})
     assert same_bytes(folder, again)
 
 
@@ -389,7 +392,7 @@ def test_round_trip_is_bit_exact(mix, tmp_path):
     shape = make_shape(**MIXES[mix])
     arrays = make_arrays(shape)
     first = export(tmp_path / "a", shape, arrays)
-    found = read_speculators(first)
+    found = read_folder(first)
     assert canonical(found.shape) == canonical(shape)
     assert set(found.arrays) == set(arrays)
     assert all(array.size for array in found.arrays.values())  # rank 0 makes no empty tables
@@ -445,12 +448,12 @@ def nested(section: str):
 )  # fmt: skip
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_four_layouts_are_one_drafter(layout, prefix, folder):
-    plain = read_speculators(folder)
+    plain = read_folder(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(layout(config)))
     tensors = load_file(folder / "model.safetensors")
     save_file({prefix + n: t for n, t in tensors.items()}, folder / "model.safetensors")
-    found = read_speculators(folder)
+    found = read_folder(folder)
     assert canonical(found.shape) == canonical(plain.shape)
     assert all(np.array_equal(found.arrays[n], plain.arrays[n]) for n in plain.arrays)
 
@@ -461,7 +464,7 @@ def test_rank_decides_not_the_name_of_the_class(folder):
     config |= {"markov_rank": 0, "enable_confidence_head": False}
     (folder / "config.json").write_text(json.dumps(config))
     edit_tensors(folder, lambda t: [t.pop(n) for n in list(t) if "markov" in n or "confid" in n])
-    found = read_speculators(folder)
+    found = read_folder(folder)
     assert found.shape.config.markov_head == "none" and "markov.w1" not in found.arrays
     assert found.shape.config.sample_from_anchor and not found.shape.config.confidence_head
 
@@ -469,7 +472,7 @@ def test_rank_decides_not_the_name_of_the_class(folder):
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_shards_and_the_order_of_their_index_do_not_matter(first, reverse, folder):
-    plain = read_speculators(folder)
+    plain = read_folder(folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     files = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
@@ -478,11 +481,11 @@ def test_shards_and_the_order_of_their_index_do_not_matter(first, reverse, folde
         save_file({n: t for n, t in tensors.items() if where[n] == file}, folder / file)
     index = {"metadata": {}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = read_speculators(folder)
+    found = read_folder(folder)
     assert all(np.array_equal(found.arrays[n], plain.arrays[n]) for n in plain.arrays)
     (folder / files[0]).unlink()
     with pytest.raises(UserError, match=files[0]):
-        read_speculators(folder)
+        read_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -502,7 +505,7 @@ def test_shards_and_the_order_of_their_index_do_not_matter(first, reverse, folde
 )
 def test_rope_is_found_where_its_writer_put_it(place, folder):
     shape = make_shape(rope=LLAMA3)
-    rope = export_module.rope_parameters(LLAMA3)
+    rope = rope_parameters(LLAMA3)
 
     def change(config):
         config["rope_theta"] = rope["rope_theta"]
@@ -514,14 +517,14 @@ def test_rope_is_found_where_its_writer_put_it(place, folder):
 
 
 def test_full_vocabulary_tables_and_a_missing_bias_say_nothing(folder):
-    plain = read_speculators(folder)
+    plain = read_folder(folder)
 
     def change(tensors):
         tensors["d2t"], tensors["t2d"] = np.zeros(24, np.int64), np.ones(24, bool)
         del tensors["confidence_head.proj.bias"]
 
     edit_tensors(folder, change)
-    found = read_speculators(folder)
+    found = read_folder(folder)
     assert found.arrays["confidence.bias"].tolist() == [0.0]
     assert "confidence_head.proj.bias" in found.notes[0] and not plain.notes
     assert set(found.arrays) == set(plain.arrays)
@@ -555,7 +558,7 @@ MANDATORY = (
 def test_no_field_is_guessed(name, folder):
     edit(folder, without(name))
     with pytest.raises(UserError, match=f"{name} is missing"):
-        read_speculators(folder)
+        read_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -595,7 +598,7 @@ def test_no_field_is_guessed(name, folder):
 def test_a_wrong_config_is_named(change, wanted, folder):
     edit(folder, change)
     with pytest.raises(UserError) as caught:
-        read_speculators(folder)
+        read_folder(folder)
     for part in (str(folder), *wanted):
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -604,7 +607,7 @@ def test_a_wrong_config_is_named(change, wanted, folder):
 def test_fewer_proposals_than_the_block_gives_are_fine(folder):
     edit(folder, lambda c: c["speculators_config"]["proposal_methods"][0].update(
         speculative_tokens=2))  # fmt: skip
-    assert read_speculators(folder).shape.config.num_proposals == 3
+    assert read_folder(folder).shape.config.num_proposals == 3
 
 
 @pytest.mark.parametrize(
@@ -622,7 +625,7 @@ def test_fewer_proposals_than_the_block_gives_are_fine(folder):
 def test_wrong_tensors_are_named(change, wanted, folder):
     edit_tensors(folder, change)
     with pytest.raises(UserError, match=wanted):
-        read_speculators(folder)
+        read_folder(folder)
 
 
 def d2t_of(*ids: int) -> np.ndarray:
@@ -662,17 +665,17 @@ UNSORTED = (3, 0, *DRAFT_IDS[2:])
 def test_wrong_tables_are_named(change, wanted, pruned):
     edit_tensors(pruned, change)
     with pytest.raises(UserError, match=wanted) as caught:
-        read_speculators(pruned)
+        read_folder(pruned)
     assert str(pruned) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_tables_that_say_the_same_are_taken(pruned):
     """t2d repeats d2t, and d2t may be stored in fewer bits."""
-    plain = read_speculators(pruned)
+    plain = read_folder(pruned)
     edit_tensors(pruned, lambda t: t.update(d2t=t["d2t"].astype(np.int32)))
-    assert np.array_equal(read_speculators(pruned).arrays["draft_ids"], DRAFT_IDS)
+    assert np.array_equal(read_folder(pruned).arrays["draft_ids"], DRAFT_IDS)
     edit_tensors(pruned, lambda t: t.pop("t2d"))
-    found = read_speculators(pruned)
+    found = read_folder(pruned)
     assert set(found.arrays) == set(plain.arrays)
     assert all(np.array_equal(found.arrays[n], plain.arrays[n]) for n in plain.arrays)
 
@@ -682,10 +685,10 @@ def test_a_table_without_a_size_is_not_passed_over(pruned):
     edit(pruned, top(draft_vocab_size=24))
     edit_tensors(pruned, lambda t: t.update({MARKOV_W2: np.ones((24, 4), np.float32)}))
     with pytest.raises(UserError, match="d2t maps a pruned.*draft_vocab_size .*whole one"):
-        read_speculators(pruned)
+        read_folder(pruned)
     edit_tensors(pruned, lambda t: t.pop("d2t"))
     with pytest.raises(UserError, match="t2d maps a pruned"):
-        read_speculators(pruned)
+        read_folder(pruned)
 
 
 def test_damaged_files_are_one_line(folder):
@@ -693,17 +696,17 @@ def test_damaged_files_are_one_line(folder):
     for damaged in (whole[:-100], whole[:20], b""):
         (folder / "model.safetensors").write_bytes(damaged)
         with pytest.raises(UserError, match=r"model.safetensors: damaged") as caught:
-            read_speculators(folder)
+            read_folder(folder)
         assert "\n" not in str(caught.value)
     (folder / "model.safetensors").write_bytes(whole)
-    read_speculators(folder)
+    read_folder(folder)
     for name in ("dspark_jax.json", "config.json"):
         (folder / name).write_text('{"step": 1')
         with pytest.raises(UserError, match=name):
-            read_speculators(folder)
+            read_folder(folder)
         (folder / name).unlink()
     with pytest.raises(UserError, match=r"config.json: no such file"):
-        read_speculators(folder)
+        read_folder(folder)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -726,9 +729,9 @@ def test_what_vllm_cannot_run_is_refused_by_the_flag(changes, wanted, tmp_path):
     with pytest.raises(UserError, match=wanted):
         export(tmp_path / "a", make_shape(**changes), allow_unservable=False)
     assert list(tmp_path.iterdir()) == []
-    assert export_module.unservable(make_shape().config) is None
-    assert export_module.unservable(make_shape(**FLIPS["dflash"]).config) is None
-    assert export_module.unservable(make_shape(**FLIPS["fill-in"]).config) is None
+    assert unservable(make_shape()) is None
+    assert unservable(make_shape(**FLIPS["dflash"])) is None
+    assert unservable(make_shape(**FLIPS["fill-in"])) is None
 
 
 def test_a_taken_place_is_respected(folder, tmp_path):
@@ -743,7 +746,7 @@ def test_a_taken_place_is_respected(folder, tmp_path):
     (folder / "calibration.json").write_text("{}")  # of the former drafter: goes with it
     export(folder, make_shape(), dtype="bfloat16", replace=True)
     assert "calibration.json" not in {path.name for path in folder.iterdir()}
-    assert read_speculators(folder).stored_dtype == "bfloat16"
+    assert read_folder(folder).compute_dtype == "bfloat16"
     (tmp_path / "empty").mkdir()
     export(tmp_path / "empty")
     (tmp_path / "file").write_text("")
@@ -901,10 +904,10 @@ def test_a_pruned_run_takes_its_head_from_the_target(tied, tmp_path):
         import_run(exported.directory, tmp_path / "d", target=str(other))
     short = head[DRAFT_IDS].astype(ml_dtypes.bfloat16)  # a shorter copy is still the same
     edit_tensors(exported.directory, lambda t: t.update({"lm_head.weight": short}))
-    check_borrowed(read_speculators(exported.directory), target)
+    check_borrowed(read_folder(exported.directory), target)
     edit_tensors(exported.directory, lambda t: t.update({"lm_head.weight": short[::-1].copy()}))
     with pytest.raises(UserError, match="is not the LM head"):
-        check_borrowed(read_speculators(exported.directory), target)
+        check_borrowed(read_folder(exported.directory), target)
     assert not (tmp_path / "d").exists()
 
 
@@ -921,7 +924,7 @@ def test_draft_ids_in_another_order_keep_their_rows(tmp_path):
 
     edit_tensors(folder, reorder)
     try:
-        found = read_speculators(folder)
+        found = read_folder(folder)
     except UserError as error:
         assert "ascending" in str(error)
     else:
@@ -985,7 +988,7 @@ def test_foreign_folders_need_no_record_and_share_the_targets_tables(folder, tmp
     with pytest.raises(UserError, match="'lm_head.weight' is not the LM head"):
         import_run(folder, tmp_path / "c", target=str(target))
     tied = make_target(tmp_path / "tied", True)  # the same embedding, and it is the head
-    check_borrowed(read_speculators(folder), tied)
+    check_borrowed(read_folder(folder), tied)
     for change, wanted in (
         (layer(rms_norm_eps=1e-6), "rms_norm_eps is 1e-06 in config.json, 1e-05 by the target"),
         (

@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -19,14 +20,17 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 
 from dspark_jax import train
+from dspark_jax.convert import convert
 from dspark_jax.core.config import RunConfig
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import read_metrics
 from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.trees import named
 from dspark_jax.data.batches import batch_rows, pack, split
 from dspark_jax.data.dataset import Row, load_dataset, save_dataset
 from dspark_jax.data.draft_vocab import draft_vocabulary
@@ -550,6 +554,144 @@ def test_a_restored_state_is_the_saved_one_on_any_mesh(reference, tmp_path):
         assert all(map(np.array_equal, leaves, states[1, 1]))
     counts = [x for x in states[1, 1] if x.ndim == 0]
     assert [int(x) for x in counts] == [STEPS] * len(counts)  # every counter, the optimizer's too
+
+
+# Weights from elsewhere
+
+STILL = {"train.learning_rate": 1e-30, "train.num_steps": 1}  # no float32 moves by that
+
+
+@pytest.fixture(scope="module")
+def kept(reference, tmp_path_factory):
+    """The reference's drafter after 4 steps, in every layout."""
+    folder = tmp_path_factory.mktemp("kept")
+    for layout in ("speculators", "deepspec", "orbax"):
+        convert(str(reference.workdir), layout, folder / layout, step="4")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["speculators", "deepspec", "orbax"])
+def test_training_starts_from_a_drafter_in_any_layout(reference, kept, tmp_path, layout, capsys):
+    """And after a kill it goes on without that folder."""
+    start = shutil.copytree(kept / layout, tmp_path / "start")
+    config = changed(reference, STILL | {"drafter.init_from": str(start), "drafter.init": "target"})
+    train.run(config, tmp_path / "run")
+    ours, theirs = load_arrays(tmp_path / "run", 1), load_arrays(reference.workdir, 4)
+    assert set(ours) == set(theirs)
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    assert "init_from: " in capsys.readouterr().out
+    shutil.rmtree(start)
+    train.run(dataclasses.replace(config, seed=config.seed), tmp_path / "run")
+    with pytest.raises(UserError, match="drafter.init_from=''"):
+        train.run(changed(reference, STILL | {"drafter.init": "target"}), tmp_path / "run")
+
+
+def test_heads_that_are_not_there_start_anew_only_when_asked(reference, tmp_path, capsys):
+    bare = changed(reference, {"drafter.confidence_head": False})
+    start = tiny.make_run(tmp_path / "start", bare)
+    fields = STILL | {"drafter.init_from": str(start)}
+    with pytest.raises(UserError, match=r"confidence_head=True \(there False\).*init_new='confid"):
+        train.run(changed(reference, fields), tmp_path / "run")
+    for part, reason in (("markov", "already has a markov head"), ("head", "must be one of")):
+        with pytest.raises(UserError, match=reason):
+            train.run(changed(reference, fields | {"drafter.init_new": part}), tmp_path / "run")
+    with pytest.raises(UserError, match="the config has no confidence head"):
+        new = {"drafter.init_new": "confidence", "drafter.confidence_head": False}
+        train.run(changed(reference, fields | new), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    config = changed(reference, fields | {"drafter.init_new": "confidence"})
+    train.run(config, tmp_path / "run")
+    assert "it has no confidence head: that starts anew" in capsys.readouterr().out
+    ours, theirs = load_arrays(tmp_path / "run", 1), load_arrays(start, 1)
+    assert {name.split(".")[0] for name in set(ours) - set(theirs)} == {"confidence"}
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(ours[name], array)
+    with jax.set_mesh(make_mesh(1, 1)):  # what a run without init_from begins with
+        target = open_target(config.target, config.target_dtype).model
+        init = functools.partial(init_state, shape=read_record(tmp_path / "run").shape)
+        tx = make_optimizer(config.train, 1)
+        fresh = named(jax.jit(functools.partial(init, tx=tx))(jax.random.key(0), target).drafter)
+    for name in set(ours) - set(theirs):
+        np.testing.assert_array_equal(ours[name], fresh[name])
+
+
+def test_a_drafter_to_start_from_keeps_its_vocabulary(reference, pruned, tmp_path):
+    """The data would choose other tokens (R027)."""
+    start = tiny.make_run(tmp_path / "start", changed(reference, PRUNED))
+    ids = load_arrays(start, 1)["draft_ids"]
+    assert not np.array_equal(ids, most_said(reference.workdir / "data"))
+    train.run(changed(reference, PRUNED | {"drafter.init_from": str(start)}), tmp_path / "run")
+    np.testing.assert_array_equal(load_arrays(tmp_path / "run", 4)["draft_ids"], ids)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"drafter.block_size": 4}, [r"drafter.block_size=4 \(there 3\)"]),
+        (
+            {"drafter.target_layer_ids": (0, 1), "drafter.num_layers": 2, "drafter.markov_rank": 4},
+            [r"target_layer_ids=\(0, 1\) \(there", r"num_layers=2 \(there 1", "markov_rank=4"],
+        ),
+        ({"drafter.sample_from_anchor": False}, ["drafter.sample_from_anchor=False"]),
+        ({"drafter.mask_token_id": 269}, [r"drafter.mask_token_id=269 \(there 270\)"]),
+        ({"drafter.vocab_size": 64}, [r"drafter.vocab_size=64 \(there 0\)"]),
+        ({"drafter.confidence_head": False}, ["drafter.confidence_head=False"]),
+        ({"drafter.init_from": "no/such"}, ["drafter 'no/such': no such local folder"]),
+    ],
+)
+def test_a_drafter_that_contradicts_the_config_is_refused(
+    reference, kept, tmp_path, changes, expected
+):
+    fields = {"drafter.init_from": str(kept / "deepspec")} | changes
+    with pytest.raises(UserError) as caught:
+        train.run(changed(reference, fields), tmp_path / "run")
+    for part in expected:
+        assert re.search(part, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_an_import_is_trained_on_where_it_lies(reference, kept, tmp_path, capsys):
+    """The loss of its next step is that of the run it came from; the optimizer starts anew."""
+    workdir = shutil.copytree(kept / "orbax", tmp_path / "run")
+    config = changed(reference, {})
+    with jax.set_mesh(make_mesh(1, 1)):
+        target = open_target(config.target, config.target_dtype).model
+        tx = make_optimizer(config.train, STEPS)
+        init = functools.partial(init_state, shape=read_record(workdir).shape, tx=tx)
+        with open_checkpoints(workdir, 3) as run:
+            state, step = restore_latest(run, init, jax.random.key(0), target)
+        adam, schedule = (
+            [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_kind) if is_kind(x)]
+            for is_kind in (
+                lambda x: isinstance(x, optax.ScaleByAdamState),
+                lambda x: isinstance(x, optax.ScaleByScheduleState),
+            )
+        )
+        assert step == 4 and int(state.step) == 4
+        assert [int(x.count) for x in schedule] == [4] and [int(x.count) for x in adam] == [0]
+        assert not any(np.any(x) for x in jax.tree.leaves((adam[0].mu, adam[0].nu)))
+    train.run(config, workdir)
+    ours, theirs = rows(workdir), rows(reference.workdir)
+    assert list(ours) == [5, 6, 7, 8]
+    assert ours[5]["loss"] == theirs[5]["loss"] and ours[6]["loss"] != theirs[6]["loss"]
+    for step in ours:
+        assert ours[step]["learning_rate"] == theirs[step]["learning_rate"]
+
+
+def test_a_strangers_import_may_be_trained_on(reference, kept, tmp_path):
+    """Its files tell nothing of the recipe, and say outright what a config leaves to the target."""
+    start = shutil.copytree(kept / "deepspec", tmp_path / "start")
+    (start / "dspark_jax.json").unlink()
+    with pytest.raises(UserError, match="--target"):
+        convert(str(start), "orbax", tmp_path / "run")
+    convert(str(start), "orbax", tmp_path / "run", target=reference.config.target)
+    with pytest.raises(UserError, match=r"another drafter, drafter.block_size=4 \(there 3\)"):
+        train.run(changed(reference, {"drafter.block_size": 4}), tmp_path / "run")
+    train.run(changed(reference, {}), tmp_path / "run")
+    assert list(rows(tmp_path / "run")) == list(range(1, STEPS + 1))
+    assert rows(tmp_path / "run")[1]["loss"] < rows(reference.workdir)[1]["loss"]
+    assert read_record(tmp_path / "run").config == changed(reference, {})
 
 
 # What stops a run

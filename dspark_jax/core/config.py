@@ -82,6 +82,9 @@ class DrafterConfig:
       head_init: of the Markov and confidence heads: "normal" = N(0, 0.02), biases 0 (DeepSpec);
         "uniform" = W1 N(0, 0.01), every other weight and bias uniform within 1 / sqrt(inputs)
         (speculators).
+      init_from: a drafter to start from instead: a run, a folder in the speculators or DeepSpec
+        layout, or a hub id. Shape and flags must be these here; `init_new` names the heads that it
+        has not and that start anew: confidence, markov or confidence+markov.
       dtype: compute dtype; parameters are always float32.
     """
 
@@ -102,6 +105,8 @@ class DrafterConfig:
     head_dim: int = 0
     init: str = "normal"
     head_init: str = "normal"
+    init_from: str = ""
+    init_new: str = ""
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
@@ -109,6 +114,10 @@ class DrafterConfig:
         check_choice("drafter.init", self.init, ("normal", "target"))
         check_choice("drafter.head_init", self.head_init, ("normal", "uniform"))
         check_choice("drafter.dtype", self.dtype, ("float32", "bfloat16"))
+        for part in filter(None, self.init_new.split("+")):
+            check_choice("drafter.init_new", part, ("confidence", "markov"))
+        if self.init_new and not self.init_from:
+            raise UserError(f"drafter.init_new={self.init_new!r} needs drafter.init_from")
         if (self.markov_head == "none") != (self.markov_rank == 0):
             raise UserError(
                 f"drafter.markov_head={self.markov_head!r} with drafter.markov_rank="

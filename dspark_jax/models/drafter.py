@@ -38,11 +38,12 @@ class DrafterShape:
 
     @classmethod
     def of(cls, config: DrafterConfig, target: TargetConfig) -> "DrafterShape":
-        """Fills in the target's sizes.
+        """Fills in the target's sizes; where first weights come from is no part of a shape.
 
         Raises:
           UserError: taps out of range or the last layer; a mask id without an embedding row.
         """
+        config = dataclasses.replace(config, init_from="", init_new="")
         check_taps(config.target_layer_ids, target.num_layers)
         if not 0 <= config.mask_token_id < target.vocab_size:
             raise UserError(

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
@@ -33,6 +34,7 @@ from dspark_jax.training.step import TrainState
 from dspark_jax.weights.fingerprint import Fingerprint
 from dspark_jax.weights.safetensors import read_json
 
+_ALONE = {"items": ["drafter"]}  # custom metadata of a checkpoint without optimizer
 BEST_METRIC = "expected_accepted_length"
 
 
@@ -45,6 +47,9 @@ class RunRecord:
     target_directory: str
     target_config: TargetConfig
     architectures: tuple[str, ...]  # of the target, as its config names them
+    # Where the weights were imported from, so that no optimizer is there and `config` may guess at
+    # what only training knows (init, the compute dtype). "" once it was trained here.
+    imported: str = dataclasses.field(default="", compare=False)
 
     @property
     def shape(self) -> DrafterShape:
@@ -79,6 +84,7 @@ def read_record(workdir: Path) -> RunRecord:
             target_directory=value["target_directory"],
             target_config=TargetConfig(**target),
             architectures=tuple(value["architectures"]),
+            imported=value.get("imported", ""),
         )
     except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
         raise UserError(f"{path}: damaged ({error}); restore it or train again") from None
@@ -132,7 +138,8 @@ def restore_latest(run: ocp.training.Checkpointer, init, *args: Any) -> tuple[Tr
     """The newest complete checkpoint as a state on the current mesh, whatever mesh saved it.
 
     A checkpoint that cannot be read is passed over with a warning that names it, and put aside as
-    damaged-STEP once an older one has been read.
+    damaged-STEP once an older one has been read. One that holds a drafter alone (an import) is
+    taken with a fresh optimizer, whose schedule goes on from its step.
 
     Args:
       init, args: `init(*args)` would make a fresh state; only its shapes are used.
@@ -149,15 +156,22 @@ def restore_latest(run: ocp.training.Checkpointer, init, *args: Any) -> tuple[Tr
     for checkpoint in reversed(run.checkpoints):
         step, folder = checkpoint.step, Path(run.directory) / str(checkpoint.step)
         try:
-            for item in wanted:
+            alone = _is_drafter_alone(folder)
+            for item in ["drafter"] if alone else wanted:
                 _check_readable(folder / item)
-            with _quiet():
-                items = run.load_checkpointables(step, wanted)
+            if not alone:
+                with _quiet():
+                    items = run.load_checkpointables(step, wanted)
         except Exception as error:  # orbax raises many kinds for damaged folders
             damaged[step] = _reason(error)
             continue
-        drafter = with_arrays(template.drafter, items["drafter"])
-        opt_state = from_plain(template.opt_state, items["optimizer"])
+        if alone:
+            arrays = load_arrays(Path(run.directory).parent, step)
+            state = start_from(jax.jit(init)(*args), arrays, f"{folder}")
+            drafter, opt_state = state.drafter, _scheduled_from(state.opt_state, step)
+        else:
+            drafter = with_arrays(template.drafter, items["drafter"])
+            opt_state = from_plain(template.opt_state, items["optimizer"])
         at = jax.device_put(jnp.asarray(step, jnp.int32), template.step.sharding)
         for bad, reason in damaged.items():  # their step numbers will be written again
             logging.warning(
@@ -228,10 +242,23 @@ def load_arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
 
 def load_drafter(record: RunRecord, workdir: Path, step: int) -> Drafter:
     """The drafter of a checkpoint on the current mesh."""
-    template = abstract_drafter(record.shape)
-    arrays = load_arrays(workdir, step)
-    wanted = named(template)
     where = f"{workdir}: checkpoint {step} does not fit config.json"
+    return _filled(abstract_drafter(record.shape), load_arrays(workdir, step), where)
+
+
+def start_from(state: TrainState, arrays: dict[str, np.ndarray], where: str) -> TrainState:
+    """The state with these weights in place of its drafter's; the optimizer stays as it is.
+
+    Raises:
+      UserError: they are not of its drafter.
+    """
+    drafter = _filled(state.drafter, arrays, f"{where} does not fit the drafter of the config")
+    return dataclasses.replace(state, drafter=drafter)
+
+
+def _filled(template: Drafter, arrays: dict[str, np.ndarray], where: str) -> Drafter:
+    """The drafter with host arrays where `template` has its own; shorter floats become longer."""
+    wanted = named(template)
     if other := sorted(set(wanted) ^ set(arrays)):
         raise UserError(f"{where} ({other[0]} is in one of them only)")
     for name, array in wanted.items():
@@ -239,8 +266,23 @@ def load_drafter(record: RunRecord, workdir: Path, step: int) -> Drafter:
             shapes = f"{list(arrays[name].shape)}, not {list(array.shape)}"
             raise UserError(f"{where} ({name} has shape {shapes})")
     return with_arrays(
-        template, {name: jax.device_put(arrays[name], x.sharding) for name, x in wanted.items()}
+        template,
+        {
+            name: jax.device_put(arrays[name].astype(x.dtype, copy=False), x.sharding)
+            for name, x in wanted.items()
+        },
     )
+
+
+def _scheduled_from(opt_state: Any, step: int) -> Any:
+    """A fresh optimizer state whose learning rate is that of `step`; its moments stay fresh."""
+
+    def at(x: Any) -> Any:
+        if not isinstance(x, optax.ScaleByScheduleState):
+            return x
+        return x._replace(count=jax.device_put(jnp.asarray(step, x.count.dtype), x.count.sharding))
+
+    return jax.tree.map(at, opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
 
 
 def abstract_drafter(shape: DrafterShape) -> Drafter:
@@ -251,11 +293,21 @@ def abstract_drafter(shape: DrafterShape) -> Drafter:
 
 
 def save_drafter(workdir: Path, arrays: dict[str, np.ndarray], step: int = 0) -> None:
-    """Writes a checkpoint that holds a drafter only (an import)."""
+    """Writes a checkpoint that holds a drafter only (an import), in the dtypes of its arrays."""
     with _quiet(), ocp.training.Checkpointer(workdir.absolute() / "checkpoints") as run:
         run.save_checkpointables(
-            step, {"drafter": dict(arrays)}, metrics={BEST_METRIC: 0.0}, force=True
+            step,
+            {"drafter": dict(arrays)},
+            metrics={BEST_METRIC: 0.0},
+            force=True,
+            custom_metadata=_ALONE,
         )
+
+
+def _is_drafter_alone(folder: Path) -> bool:
+    """Whether a checkpoint was saved without an optimizer, rather than lost it."""
+    with _quiet():
+        return ocp.checkpointables_metadata(folder).custom_metadata == _ALONE
 
 
 def _rank(folder: Path) -> float:

@@ -81,13 +81,31 @@ def empty_drafter(shape: DrafterShape) -> Drafter:
 
 
 def build_drafter(shape: DrafterShape, arrays: dict[str, np.ndarray]) -> Drafter:
-    """A drafter on the current mesh from host arrays by name.
+    """A drafter on the current mesh from host arrays by name; shorter floats become float32.
 
     Raises:
       UserError: naming what is missing, left over or of another shape than `shape` implies.
     """
     template = empty_drafter(shape)
-    wanted = named(template)
+    wanted = check_fit(shape, arrays)
+    return with_arrays(
+        template,
+        {
+            name: jax.device_put(arrays[name].astype(leaf.dtype, copy=False), leaf.sharding)
+            for name, leaf in wanted.items()
+        },
+    )
+
+
+def check_fit(
+    shape: DrafterShape, arrays: dict[str, np.ndarray]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a drafter of this shape by name, when `arrays` are just those.
+
+    Raises:
+      UserError: naming what is missing, left over or of another shape than `shape` implies.
+    """
+    wanted = named(empty_drafter(shape))
     problems = [f"{name} is missing" for name in wanted if name not in arrays]
     problems += [f"{name} does not belong to it" for name in arrays if name not in wanted]
     problems += [
@@ -97,8 +115,7 @@ def build_drafter(shape: DrafterShape, arrays: dict[str, np.ndarray]) -> Drafter
     ]
     if problems:
         raise UserError(f"the weights do not fit the drafter's config: {', '.join(problems[:6])}")
-    placed = {name: jax.device_put(arrays[name], wanted[name].sharding) for name in wanted}
-    return with_arrays(template, placed)
+    return wanted
 
 
 @jax.tree_util.register_dataclass

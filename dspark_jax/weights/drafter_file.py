@@ -6,6 +6,7 @@ sections that writers use. Two that disagree are an error, and so is an absent o
 differs between readers.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from dspark_jax.models.layers import RopeConfig
 from dspark_jax.models.target import rope_from_hf
 from dspark_jax.weights.safetensors import read_json
 
+# Which class of the flat layout is which algorithm; the names are for the message.
+_CLASSES = {"DSpark": "dspark", r"DFlash(?!2)": "dflash"}
+_CLASS_NAMES = ("Qwen3DSparkModel", "DFlashDraftModel")
+_SPECULATORS_MARKS = ("speculators_config", "speculators_version", "transformer_layer_config")
 _SECTIONS = ("transformer_layer_config", "dflash_config", "dspark_config")
 _ROPE_KEYS = {
     "rope_theta",
@@ -87,18 +92,47 @@ class DrafterFile:
         return value
 
 
+def detect(file: DrafterFile) -> tuple[str, str]:
+    """The layout (speculators or deepspec) and the algorithm (dspark, dflash, ...) of a drafter.
+
+    The speculators layout names its algorithm; the flat one, of DeepSpec and of z-lab's DFlash,
+    has nothing but the name of a class.
+
+    Raises:
+      UserError: the config of something else.
+    """
+    algorithm = file.find("speculators_model_type", str, {"": file.value})
+    if algorithm is not None:
+        return "speculators", algorithm
+    if marks := [name for name in _SPECULATORS_MARKS if name in file.value]:
+        raise UserError(
+            f"{file.path}: {marks[0]} is of the speculators layout, but speculators_model_type is "
+            "missing; add it, it is never guessed"
+        )
+    classes = file.find("architectures", list, {"": file.value}) or []
+    for pattern, algorithm in _CLASSES.items():
+        if any(re.search(pattern, str(name)) for name in classes):
+            return "deepspec", algorithm
+    raise UserError(
+        f"{file.path}: no drafter: neither a speculators_model_type nor a class of DeepSpec's "
+        f"(architectures={classes!r}, not {', '.join(_CLASS_NAMES)})"
+    )
+
+
 def read_shape(file: DrafterFile) -> DrafterShape:
-    """The drafter's shape; target_layers, which no file tells, is 0.
+    """The shape of a DSpark or DFlash drafter; target_layers is 0 where the file does not tell.
 
     Raises:
       UserError: a field is absent, of the wrong kind or in dispute, or means a drafter that this
         package cannot express. By name.
     """
-    layout = _check_expressible(file)
-    rank, head, confidence, with_markov = _heads(file, layout)
+    layout, algorithm = detect(file)
+    _check_expressible(file)
+    rank, head, confidence, with_markov = _heads(file, algorithm)
     anchor = file.find("sample_from_anchor", bool)
     if anchor is None and layout == "deepspec":
-        anchor = True  # that layout has no such field and no other mode
+        # The flat layout has no such field: DeepSpec's class is anchor-first, z-lab's fill-in.
+        anchor = algorithm == "dspark"
     if anchor is None:
         raise UserError(
             f"{file.path}: sample_from_anchor is missing, which some readers take for true and "
@@ -108,8 +142,9 @@ def read_shape(file: DrafterFile) -> DrafterShape:
     drafted = file.find("draft_vocab_size", int) or vocab
     if drafted > vocab:
         raise UserError(f"{file.path}: draft_vocab_size={drafted}, vocab_size={vocab}")
+    target_layers = file.find("num_target_layers", int) or 0
     config = DrafterConfig(
-        target_layer_ids=_taps(file),
+        target_layer_ids=_taps(file, target_layers),
         mask_token_id=file.require("mask_token_id", int),
         block_size=file.require("block_size", int, 1 if anchor else 2),
         num_layers=file.require("num_hidden_layers", int, 1),
@@ -138,7 +173,7 @@ def read_shape(file: DrafterFile) -> DrafterShape:
         config=config,
         hidden_size=file.require("hidden_size", int, 1),
         vocab_size=vocab,
-        target_layers=0,
+        target_layers=target_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -162,14 +197,8 @@ def _check_proposals(file: DrafterFile, config: DrafterConfig) -> None:
             )
 
 
-def _check_expressible(file: DrafterFile) -> str:
-    """The layout: dspark, dflash or deepspec. Refuses what our drafter cannot be, by the flag."""
-    kind = file.value.get("speculators_model_type")
-    classes = " ".join(map(str, file.find("architectures", list, {"": file.value}) or []))
-    if kind not in (None, "dspark", "dflash"):
-        raise UserError(f"{file.path}: speculators_model_type={kind!r}; only dspark and dflash")
-    if kind is None and "DSpark" not in classes and "DFlash" not in classes:
-        raise UserError(f"{file.path}: architectures={classes!r}; no DSpark or DFlash drafter")
+def _check_expressible(file: DrafterFile) -> None:
+    """Refuses what our drafter cannot be, by the flag."""
     layers = file.section("transformer_layer_config") or file.value
     if layers.get("model_type", "qwen3") != "qwen3":
         raise UserError(f"{file.path}: model_type={layers['model_type']!r}; only qwen3 layers")
@@ -192,16 +221,15 @@ def _check_expressible(file: DrafterFile) -> str:
             f"{file.path}: layer_types={kinds}; only {count} (num_hidden_layers) times "
             "'full_attention' is supported"
         )
-    return kind or ("deepspec" if "DSpark" in classes else "dflash")
 
 
-def _heads(file: DrafterFile, layout: str) -> tuple[int, str, bool, bool]:
+def _heads(file: DrafterFile, algorithm: str) -> tuple[int, str, bool, bool]:
     """Markov rank and head, confidence head, and whether that sees the Markov row.
 
     The rank decides whether there is a Markov head, not the name of the class: DeepSpec's DFlash
     drafters carry the DSpark class and rank 0.
     """
-    if layout == "dflash":  # such files need not say that they have no heads
+    if algorithm == "dflash":  # such files need not say that they have no heads
         rank = file.find("markov_rank", int) or 0
         confidence = file.find("enable_confidence_head", bool) or False
     else:
@@ -219,8 +247,11 @@ def _heads(file: DrafterFile, layout: str) -> tuple[int, str, bool, bool]:
     return rank, head, confidence, with_markov
 
 
-def _taps(file: DrafterFile) -> tuple[int, ...]:
-    """Our 0-based layer ids from whichever convention the writer used."""
+def _taps(file: DrafterFile, target_layers: int) -> tuple[int, ...]:
+    """Our 0-based layer ids from whichever convention the writer used.
+
+    Whether they are layers of the target is seen here only where the file tells how many it has.
+    """
     found = {}
     for name, offset in (
         ("aux_hidden_state_layer_ids", 1),
@@ -229,8 +260,12 @@ def _taps(file: DrafterFile) -> tuple[int, ...]:
     ):
         ids = file.find(name, list)
         if ids is not None:
-            if not all(isinstance(tap, int) and tap >= offset - 1 for tap in ids):
+            if not all(type(tap) is int and tap >= offset - 1 for tap in ids):
                 raise UserError(f"{file.path}: {name}={ids}, which cannot be")
+            if sorted(set(ids)) != ids:
+                raise UserError(f"{file.path}: {name}={ids} does not ascend")
+            if target_layers and any(tap - offset >= target_layers for tap in ids):
+                raise UserError(f"{file.path}: {name}={ids}, but num_target_layers={target_layers}")
             found[f"{name} less {offset}"] = tuple(tap - offset for tap in ids)
     taps = file.agreed(found)
     if not taps:

@@ -1,7 +1,7 @@
-"""Drafters out of other folders: the inverse of export.py.
+"""Drafters out of folders of any layout: the inverse of export.py.
 
 `drafter_file.py` reads what the config says; here the tensors are matched with it by name, whatever
-file they are in, and every one that is missing, unknown or misshapen is an error.
+file they are in, and every one that is missing, unknown or misshapen is an error. Nothing is cast.
 """
 
 import dataclasses
@@ -15,15 +15,17 @@ from dspark_jax.core.trees import named
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.weights import names
 from dspark_jax.weights.compare import empty_drafter
-from dspark_jax.weights.drafter_file import DrafterFile, read_shape
+from dspark_jax.weights.drafter_file import DrafterFile
 from dspark_jax.weights.fingerprint import Fingerprint
+from dspark_jax.weights.layouts import format_of, read_config
+from dspark_jax.weights.names import EMBED, LM_HEAD
 from dspark_jax.weights.safetensors import TensorFiles, read_json
 from dspark_jax.weights.vocab_tables import TABLES, head_rows, ids_of
 
 RECORD = "dspark_jax.json"
-_FLOATS = ("F16", "BF16", "F32", "F64")
+_FLOATS = ("F16", "BF16", "F32")
 # The target's own tensors, which some writers put into the drafter's file as well.
-_BORROWED = {"embed_tokens.weight": "embedding", "lm_head.weight": "LM head"}
+_BORROWED = {EMBED: "embedding", LM_HEAD: "LM head"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +42,36 @@ class ImportedDrafter:
     """What a folder says of its drafter, and the arrays."""
 
     directory: Path
-    shape: DrafterShape  # target_layers is unknown to the files and 0
-    arrays: dict[str, np.ndarray]  # float32, by our names
+    layout: str  # of LAYOUTS; "orbax" for a run's checkpoint
+    shape: DrafterShape  # target_layers is 0 where the files do not tell
+    arrays: dict[str, np.ndarray]  # in their stored dtypes, by our names
     verifier: str  # the target the files name; "" if none
-    stored_dtype: str  # of the files: bfloat16 (or float16), else float32
     borrowed: dict[str, str]  # the target's tensors that are in the files too -> what they are
+    tied: bool  # the files say that their LM head is their embedding
+    num_anchors: int  # per row, that it was trained with; 0 if unknown
     record: Record | None
     notes: tuple[str, ...]  # what was filled in, for the user
 
+    @property
+    def step(self) -> int:
+        """Updates made, as far as is known."""
+        return self.record.step if self.record else 0
 
-def read_speculators(directory: Path) -> ImportedDrafter:
+    @property
+    def described(self) -> str:
+        """Where it is, for the user."""
+        if self.layout == "orbax":
+            return f"step {self.step} of {self.directory}"
+        return f"{self.directory} ({self.layout})"
+
+    @property
+    def compute_dtype(self) -> str:
+        """bfloat16 where no tensor has more bits, else float32."""
+        floats = [x.dtype.itemsize for x in self.arrays.values() if x.dtype.kind not in "biu"]
+        return "bfloat16" if max(floats) == 2 else "float32"
+
+
+def read_folder(directory: Path) -> ImportedDrafter:
     """Reads a drafter. Needs a current mesh, as all shapes do; the arrays stay on the host.
 
     Raises:
@@ -57,21 +79,25 @@ def read_speculators(directory: Path) -> ImportedDrafter:
         tensors missing, unknown or of the wrong shape. By name.
     """
     file = DrafterFile(directory / "config.json")
-    shape = read_shape(file)
+    layout, algorithm, shape = read_config(file)
     files = TensorFiles(directory)
     stored = _by_plain_name(files)
     borrowed = {stored.pop(name): what for name, what in _BORROWED.items() if name in stored}
     tables = {name: files.read(stored.pop(name)) for name in TABLES if name in stored}
-    arrays, notes = _arrays(files, stored, shape)
+    arrays, notes = _arrays(files, stored, shape, format_of(layout, algorithm, file.path).tensors)
     arrays |= _draft_ids(directory, tables, shape)
-    dtypes = {files.slice(name).get_dtype() for name in stored.values()}
     return ImportedDrafter(
         directory=directory,
+        layout=layout,
         shape=shape,
         arrays=arrays,
         verifier=str(file.section("speculators_config", "verifier").get("name_or_path") or ""),
-        stored_dtype="bfloat16" if dtypes <= {"BF16", "F16"} else "float32",
         borrowed=borrowed,
+        # Of the flat layout only: in the other it is the target's own, and means nothing.
+        tied=layout == "deepspec"
+        and file.value.get("tie_word_embeddings") is True
+        and "LM head" not in borrowed.values(),
+        num_anchors=file.find("num_anchors", int) or 0,
         record=_read_record(directory / RECORD),
         notes=notes,
     )
@@ -80,28 +106,37 @@ def read_speculators(directory: Path) -> ImportedDrafter:
 def check_borrowed(drafter: ImportedDrafter, target_directory: Path) -> None:
     """Embedding or LM head in the drafter's files must be the target's: ours has none of its own.
 
-    A copy in a shorter dtype counts as the same.
-
     Raises:
       UserError: naming the one that differs.
     """
-    if not drafter.borrowed:
-        return
+    if name := own_table(drafter, target_directory):
+        raise UserError(
+            f"{drafter.directory}: {name} of {target_directory}; drafters here share the target's, "
+            "one with its own cannot be imported"
+        )
+
+
+def own_table(drafter: ImportedDrafter, target_directory: Path) -> str | None:
+    """What the drafter's files hold in place of a table of the target, if it is another one.
+
+    A copy in a shorter dtype counts as the same. In words: "'lm_head.weight' is not the LM head".
+    """
+    if not drafter.borrowed and not drafter.tied:
+        return None
     own, target = TensorFiles(drafter.directory), TensorFiles(target_directory)
     ids = drafter.arrays.get(names.DRAFT_IDS)
+    embed = target.slice(f"model.{EMBED}")
+    head = target.slice(LM_HEAD) if LM_HEAD in target.files else embed  # a tied one
+    if drafter.tied and not _same_table(head, embed):
+        return "the embedding, which is its LM head (tie_word_embeddings=True), is not the LM head"
     for name, what in drafter.borrowed.items():
-        theirs = "lm_head.weight"
-        if what == "embedding" or theirs not in target.files:  # a tied head is the embedding
-            theirs = "model.embed_tokens.weight"
         if what == "LM head" and ids is not None:
             same = _equal_rounded(own.read(name), head_rows(target_directory, ids))
         else:
-            same = _same_table(own.slice(name), target.slice(theirs))
+            same = _same_table(own.slice(name), embed if what == "embedding" else head)
         if not same:
-            raise UserError(
-                f"{drafter.directory}: {name!r} is not the {what} of {target_directory}; drafters "
-                "here share the target's, one with its own cannot be imported"
-            )
+            return f"{name!r} is not the {what}"
+    return None
 
 
 def _same_table(a: Any, b: Any, rows: int = 4096) -> bool:
@@ -134,14 +169,14 @@ def _by_plain_name(files: TensorFiles) -> dict[str, str]:
 
 
 def _arrays(
-    files: TensorFiles, stored: dict[str, str], shape: DrafterShape
+    files: TensorFiles, stored: dict[str, str], shape: DrafterShape, table: tuple[names.Rule, ...]
 ) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Our arrays in float32, by value, and notes."""
+    """Our arrays as they are stored, and notes."""
     wanted = {}
     for ours, leaf in named(empty_drafter(shape)).items():
         if ours == names.DRAFT_IDS:
             continue
-        theirs, rows = names.to_file(names.DRAFTER, ours)
+        theirs, rows = names.to_file(table, ours)
         wanted[theirs] = (ours, leaf.shape, names.file_shape(leaf.shape, rows))
     notes, missing = (), [name for name in wanted if name not in stored]
     if missing == ["confidence_head.proj.bias"]:  # left out by some writers, and then 0
@@ -154,14 +189,14 @@ def _arrays(
             f"{files.directory}: the tensors are not those of the drafter in config.json: "
             f"{'; '.join(problems)}"
         )
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for theirs, (ours, our_shape, file_shape) in wanted.items():
-        if theirs not in stored:
-            arrays[ours] = np.zeros(our_shape, np.float32)
-            continue
-        lazy = files.slice(stored[theirs])
-        _check_tensor(files, theirs, lazy, file_shape, shape)
-        arrays[ours] = np.ascontiguousarray(lazy[...]).astype(np.float32).reshape(our_shape)
+        if theirs in stored:
+            lazy = files.slice(stored[theirs])
+            _check_tensor(files, theirs, lazy, file_shape, shape)
+            arrays[ours] = np.ascontiguousarray(lazy[...]).reshape(our_shape)
+    if notes:
+        arrays["confidence.bias"] = np.zeros(1, arrays["confidence.weight"].dtype)
     return arrays, notes
 
 
@@ -181,8 +216,8 @@ def _check_tensor(
         )
     if lazy.get_dtype() not in _FLOATS:
         raise UserError(
-            f"{files.directory}: tensor {name!r} is {lazy.get_dtype()}; quantised drafters cannot "
-            "be imported"
+            f"{files.directory}: tensor {name!r} is {lazy.get_dtype()}, not one of "
+            f"{', '.join(_FLOATS)}: quantised drafters cannot be imported, and nothing is cast"
         )
 
 

@@ -44,6 +44,9 @@ TARGET = (
     *(Rule(rule.ours, f"model.{rule.theirs}", rule.rows) for rule in _LAYER),
 )
 
+# The target's tables that files of drafters may hold too, by their names there.
+EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+
 # Our name of what the files hold as the tables d2t and t2d (vocab_tables.py).
 DRAFT_IDS = "draft_ids"
 

@@ -1,4 +1,4 @@
-"""From the name of a target in a config to a model directory on this machine."""
+"""From the name of a target or drafter to a directory on this machine."""
 
 import json
 import re
@@ -40,7 +40,21 @@ def resolve_target(name: str) -> Path:
         return folder
     if not _may_be_hub_id(name):
         raise UserError(f"target {name!r}: no such folder; give a model folder or a hub id")
-    return _download(name)
+    return _download(name, f"target {name!r}", "a local model folder or 'smollm2'")
+
+
+def resolve_drafter(name: str) -> Path:
+    """The directory that `name` means: a folder as it is, else the download of a hub id.
+
+    Raises:
+        UserError: neither; the line says what was tried.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists():
+        return folder
+    if not _may_be_hub_id(name):
+        raise UserError(f"drafter {name!r}: no such folder; give a run, a folder or a hub id")
+    return _download(name, f"drafter {name!r}", "a local folder")
 
 
 def _may_be_hub_id(name: str) -> bool:
@@ -54,7 +68,7 @@ def _may_be_hub_id(name: str) -> bool:
     return not name.startswith("~")
 
 
-def _download(name: str) -> Path:
+def _download(name: str, what: str, instead: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -62,15 +76,15 @@ def _download(name: str) -> Path:
     except Exception as error:  # whatever the network, the hub or the disk answers: one line
         reason = re.split(r"\.?\s*\n|\.\s", str(error).strip())[0]  # its first sentence
         raise UserError(
-            f"target {name!r}: no such local folder, and the download from the hub failed "
+            f"{what}: no such local folder, and the download from the hub failed "
             f"({type(error).__name__}: {reason}); check the name, the network and HF_TOKEN / "
-            "HF_HUB_OFFLINE, or give a local model folder or 'smollm2'"
+            f"HF_HUB_OFFLINE, or give {instead}"
         ) from error
     missing = _missing(path)
     if missing:  # offline, the hub's cache hands out half a download without complaint
         raise UserError(
-            f"target {name!r}: {missing} is missing in {path}; the download was cut short or the "
-            "model has no safetensors: download it again online or give a local model folder"
+            f"{what}: {missing} is missing in {path}; the download was cut short or the model has "
+            f"no safetensors: download it again online or give {instead}"
         )
     return path
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dspark_jax.core.errors import UserError
+from dspark_jax.weights.names import EMBED, LM_HEAD
 from dspark_jax.weights.safetensors import TensorFiles
 
 TABLES = ("d2t", "t2d")
@@ -52,11 +53,17 @@ def ids_of(where: Path, d2t: np.ndarray, t2d: np.ndarray | None, size: int, voca
     raise UserError(f"{where}: t2d does not mark the ids of d2t; one of them is of another drafter")
 
 
+def target_table(target_directory: Path, name: str) -> np.ndarray:
+    """The target's embedding or LM head [V, D] by its name in drafters' files, as it is stored."""
+    files = TensorFiles(target_directory)
+    tied = name == LM_HEAD and name not in files.files
+    return np.asarray(files.read(f"model.{EMBED}" if tied or name == EMBED else name))
+
+
 def head_rows(target_directory: Path, ids: np.ndarray) -> np.ndarray:
     """The target's LM head at those ids, [V_d, D] in the dtype of its files."""
     files = TensorFiles(target_directory)
-    tied = "lm_head.weight" not in files.files
-    table = files.slice("model.embed_tokens.weight" if tied else "lm_head.weight")
+    table = files.slice(LM_HEAD if LM_HEAD in files.files else f"model.{EMBED}")
     vocab, size = table.get_shape()
     rows = np.empty((len(ids), size), np.asarray(table[:1]).dtype)
     for start in range(0, vocab, 8192):  # files cut ranges, not lists of rows
