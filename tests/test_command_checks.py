@@ -108,7 +108,7 @@ def c(**fields):
 
 def retemplate(run, target):
     path = target / "chat_template.jinja"
-    path.write_text(path.read_text().replace("\n", "\r\n"))
+    path.write_text(path.read_text() + "{# changed #}")
 
 
 def other_weights(run, target):

@@ -94,6 +94,22 @@ def test_in_a_config_file_what_is_set_later_wins():
         c.semantics = "deepspeck"
 
 
+def test_a_plain_mapping_may_name_one_and_little_else():
+    """A notebook's dictionary: what it leaves open is the preset's, what it says is its own."""
+    plain = {
+        "target": "some/target",
+        "semantics": "speculators",
+        "data": {"prompts": "generator:8"},
+        "drafter": {"target_layer_ids": (0, 2), "mask_token_id": 5},
+        "loss": {"ce": 0.1},
+    }
+    run = from_mapping(RunConfig, plain)
+    for name, value in SEMANTICS["speculators"].items():
+        assert value_of(run, name) == (0.1 if name == "loss.ce" else value)
+    with pytest.raises(UserError, match="semantics='papers': must be one of"):
+        from_mapping(RunConfig, plain | {"semantics": "papers"})
+
+
 PROGRAM = """
 import json
 from ml_collections import config_flags
@@ -101,6 +117,13 @@ from dspark_jax.core.command import run_main
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "", lock_config=True)
 run_main(lambda: print(json.dumps(CONFIG.value.to_dict())))
+"""
+PLAIN = """
+from ml_collections import config_dict
+from dspark_jax.core.config import default_config
+
+def get_config():
+    return config_dict.ConfigDict(default_config().to_dict())
 """
 FILE = """
 from dspark_jax.core.config import default_config
@@ -120,6 +143,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("program")
     (folder / "program.py").write_text(PROGRAM)
     (folder / "file.py").write_text(FILE)
+    (folder / "plain.py").write_text(PLAIN)
     return folder
 
 
@@ -147,8 +171,10 @@ def parsed(folder, *arguments: str) -> subprocess.CompletedProcess:
             "speculators",
             {"loss.ce": 2.0, "loss.average_over": "batch", "drafter.head_init": "normal"},
         ),
+        (["--config=plain.py", "--config.semantics=speculators", "--config.loss.ce=2"],
+         "speculators", {"loss.ce": 2.0}),
     ],
-    ids=["file", "file's own", "given over the file's own", "given", "given with fields"],
+    ids=["file", "file's own", "given over the file's own", "given", "given with fields", "plain"],
 )  # fmt: skip
 def test_on_the_command_line_fields_win_over_presets_over_files(folder, arguments, preset, others):
     done = parsed(folder, *arguments)

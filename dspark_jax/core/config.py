@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.semantics import SEMANTICS, Experiment
+from dspark_jax.core.semantics import SEMANTICS, Experiment, completed
 
 MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
 
@@ -288,6 +288,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], prefix: str = "config") 
     Raises:
       UserError: naming the dotted field that is unknown, missing or of the wrong type.
     """
+    mapping = completed(mapping) if cls is RunConfig else mapping
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(mapping) - set(fields))

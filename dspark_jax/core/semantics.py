@@ -13,6 +13,7 @@ being meant: DeepSpec rounds RoPE frequencies to bfloat16, and sums are divided 
 1e-5 to 1e-8.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import config_dict
@@ -66,13 +67,35 @@ SEMANTICS: dict[str, dict[str, Any]] = {
 }
 
 
+def table_of(name: str) -> dict[str, Any]:
+    """The fields of a preset, by dotted name.
+
+    Raises:
+      UserError: there is no such preset.
+    """
+    if name not in SEMANTICS:
+        known = ", ".join(SEMANTICS)
+        raise UserError(f"config.semantics={name!r}: must be one of {known}, or empty")
+    return SEMANTICS[name]
+
+
 class Experiment(config_dict.ConfigDict):
     """The ConfigDict of config files; setting its `semantics` sets the fields of that preset."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         if key == "semantics" and value:
-            if value not in SEMANTICS:
-                known = ", ".join(SEMANTICS)
-                raise UserError(f"config.semantics={value!r}: must be one of {known}, or empty")
-            self.update_from_flattened_dict(SEMANTICS[value])
+            self.update_from_flattened_dict(table_of(value))
+
+
+def completed(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A run's mapping in which the fields that it leaves open are those of the preset it names.
+
+    Of an `Experiment` every field is there; plain mappings may name a preset and little else.
+    """
+    found = dict(mapping)
+    for name, value in SEMANTICS.get(found.get("semantics") or "", {}).items():
+        group, field = name.split(".")
+        if isinstance(inner := found.get(group, {}), Mapping):
+            found[group] = {field: value, **inner}
+    return found
