@@ -3,6 +3,7 @@
 pytest tests/test_semantics.py
 """
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -66,6 +67,19 @@ def test_the_paper_is_what_the_defaults_are():
     c.semantics = "paper"
     run = from_mapping(RunConfig, c.to_dict())
     assert run.loss == LossConfig() and run.drafter == DrafterConfig((0, 2), 5)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
+def test_our_configs_name_no_preset_and_compute_as_before(path):
+    """Only the weights of the terms, the decay and how layers start are theirs to choose."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run = from_mapping(RunConfig, module.get_config().to_dict())
+    assert run.semantics == ""
+    free = {f"loss.{name}" for name in ("ce", "l1", "kl", "confidence", "decay")} | {"drafter.init"}
+    for name, value in SEMANTICS["paper"].items():
+        assert name in free or value_of(run, name) == value
 
 
 def test_the_presets_differ_where_the_implementations_do():
