@@ -141,14 +141,14 @@ def loops(args, kept=None, renormalise=False) -> Loops:
         if latent is not None:
             z = z + as_float(w2) @ as_float(latent)[at]
         zt = whole @ taught[at]
-        whole, q = softmax(zt), softmax(z)
-        p = whole
+        said, q = softmax(zt), softmax(z)
+        p = said
         if renormalise:
-            p = np.where(np.isin(np.arange(VOCAB), kept), whole, 0) / whole[kept].sum()
+            p = np.where(np.isin(np.arange(VOCAB), kept), said, 0) / said[kept].sum()
         for token in range(VOCAB):
             given = q[kept.index(token)] if token in kept else 0.0
             found.l1[at] += abs(given - p[token])
-            found.accept[at] += min(given, whole[token])
+            found.accept[at] += min(given, said[token])
             if token in kept:
                 found.kl[at] += p[token] * math.log(p[token] / given)
         best = int(p.argmax())

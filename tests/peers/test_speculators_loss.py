@@ -63,12 +63,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnames="loss")
-def _ours(params, drafter, head, batch, anchors, filled, loss):
-    blocks = make_blocks(anchors, filled, batch.loss_mask, batch.documents, drafter.config, loss)
-    one = jax.tree.map(lambda x: x[None], blocks)
-    weights = slot_weights(one, batch.loss_mask[None], drafter.config, loss)
-    weights = jax.tree.map(lambda x: x[0], weights)
-
+def _ours(params, drafter, head, batch, blocks, weights, loss):
     def value(params):
         whole = with_tables(params, drafter)
         return dspark_loss(whole, head, batch, blocks, weights, weights.unit, loss, 8)
@@ -90,7 +85,14 @@ def ours(case, head, loss: LossConfig):
     batch = Batch(*(place(np.asarray(x)[None], "batch") for x in fields))
     chosen = (place(given[n][None], "batch") for n in ("anchors", "filled"))
     params = trainable(drafter)
-    (value, sums), grads = _ours(params, drafter, head, batch, *chosen, loss=loss)
+    # Supervision is data, so that few options compile anew.
+    blocks = make_blocks(*chosen, batch.loss_mask, batch.documents, drafter.config, loss)
+    one = jax.tree.map(lambda x: x[None], blocks)
+    weights = slot_weights(one, batch.loss_mask[None], drafter.config, loss)
+    weights = jax.tree.map(lambda x: x[0], weights)
+    kept = ("ce", "l1", "kl", "confidence", "distance", "ce_label", "teacher")
+    compiled = LossConfig(**{name: getattr(loss, name) for name in kept})
+    (value, sums), grads = _ours(params, drafter, head, batch, blocks, weights, loss=compiled)
     found = {}
     for name, grad in named(grads).items():
         theirs, rows = names.to_file(names.DRAFTER, name)
