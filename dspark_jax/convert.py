@@ -30,6 +30,9 @@ from pathlib import Path
 import jax
 from absl import flags
 
+from dspark_jax.checks.facts import TargetFacts
+from dspark_jax.checks.runs import check_export, check_run, tell
+from dspark_jax.checks.target import read_target
 from dspark_jax.core.command import run_main
 from dspark_jax.core.config import to_mapping
 from dspark_jax.core.errors import UserError
@@ -94,6 +97,7 @@ def convert(
         if to == "orbax":
             return _write_run(drafter, out, dtype, target)
         record, verifier, directory = run_of(drafter, target)
+        served = _checked(record, directory, drafter)
         shape = record.shape
         wanted = format_of(to, algorithm_of(shape), source).shared(shape) if embeddings else ()
         if wanted and not (directory / "config.json").is_file():
@@ -142,7 +146,21 @@ def convert(
         print(f"note: {note}")
     reason = format_of(to, exported.kind, source).unservable(shape)
     print(f"\nnot for vLLM: {reason}" if reason else f"\n{exported.serve}")
+    if served is not None:
+        check_export(
+            exported.directory, served, "sglang" if reason and to == "deepspec" else "vllm"
+        )
     return exported
+
+
+def _checked(record: RunRecord, directory: Path, drafter: ImportedDrafter) -> TargetFacts | None:
+    """What the target's files say, once they were seen to suit the drafter; None if not here."""
+    if not (directory / "config.json").is_file():
+        return None
+    served = read_target(directory, record.config.target)
+    place = f"{drafter.directory}/config.json: "
+    tell(check_run(record.shape, served, record.fingerprint), place)
+    return served
 
 
 def _write_run(
@@ -152,7 +170,9 @@ def _write_run(
     workdir = workdir.expanduser().resolve()
     if workdir.exists() and (not workdir.is_dir() or any(workdir.iterdir())):
         raise UserError(f"{workdir} is not empty: give a new folder for the run")
-    record = dataclasses.replace(run_of(drafter, target)[0], imported=str(drafter.directory))
+    record, _, directory = run_of(drafter, target)
+    _checked(record, directory, drafter)
+    record = dataclasses.replace(record, imported=str(drafter.directory))
     arrays = {name: cast(array, dtype) for name, array in drafter.arrays.items()}
     with new_folder(workdir) as fresh:
         save_drafter(fresh, arrays, drafter.step)

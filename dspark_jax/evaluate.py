@@ -23,7 +23,7 @@ from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import peak_device_bytes, peak_memory_bytes, table, write_json
 from dspark_jax.core.pictures import acceptance_per_slot
 from dspark_jax.core.sharding import make_mesh
-from dspark_jax.data.opened import OpenedTarget, open_target
+from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target
 from dspark_jax.decoding.costs import RoundCosts, round_costs
 from dspark_jax.decoding.evaluation import Decoding, Measured, PromptSet, read_sets, run_sets
 from dspark_jax.decoding.figures import agreement, macro_length, set_result, speed
@@ -67,6 +67,7 @@ def run(request: Request, workdir: Path, out: Path) -> dict[str, Any]:
     with jax.set_mesh(_mesh(config.mesh)):
         target = open_target(request.target or config.target, config.target_dtype)
         check_same_target(record.fingerprint, target.fingerprint, f"the drafter of {workdir}")
+        check_drafter(record.shape, target, f"{workdir}/config.json: ", record.fingerprint)
         drafter = load_drafter(record, workdir, step)
         sets = read_sets(
             target,

@@ -30,7 +30,7 @@ from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import make_mesh, place
 from dspark_jax.data.chat import render_next, response_text
 from dspark_jax.data.conversation import Conversation, Message
-from dspark_jax.data.opened import OpenedTarget, open_target
+from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target
 from dspark_jax.data.prompts import load_prompts
 from dspark_jax.decoding.plain import generate_plain, plain_step, prefill
 from dspark_jax.decoding.rounds import draft_head, speculative_round, start
@@ -109,6 +109,7 @@ def run(
         )
         target = open_target(options.target or config.target, config.target_dtype)
         check_same_target(record.fingerprint, target.fingerprint, f"the drafter in {workdir}")
+        check_drafter(record.shape, target, f"{workdir}/config.json: ", record.fingerprint)
         prompts = [_prompt_ids(target, conversation, options) for conversation in conversations]
         drafter = load_drafter(record, workdir, step) if options.speculate else None
         decoder = _Decoder(target, drafter, params, options, max(map(len, prompts)))

@@ -19,7 +19,7 @@ from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.batches import split
 from dspark_jax.data.dataset import load_dataset
 from dspark_jax.data.draft_vocab import draft_vocabulary
-from dspark_jax.data.opened import open_target
+from dspark_jax.data.opened import check_drafter, open_target
 from dspark_jax.decoding.responses import prepare_dataset
 from dspark_jax.models.drafter import DrafterShape
 
@@ -30,6 +30,7 @@ def run(config: RunConfig, workdir: Path) -> Path:
         target = open_target(config.target, config.target_dtype)
         directory = Path(config.data.path) if config.data.path else workdir / "data"
         shape = DrafterShape.of(config.drafter, target.model.config)  # refuses it before the work
+        check_drafter(shape, target, "config.drafter.")
         dataset = prepare_dataset(config, target, directory)
     if shape.pruned:
         train, held_out = split(

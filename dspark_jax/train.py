@@ -40,7 +40,7 @@ from dspark_jax.core.trees import named
 from dspark_jax.data.batches import pack, split
 from dspark_jax.data.dataset import load_dataset
 from dspark_jax.data.draft_vocab import draft_vocabulary
-from dspark_jax.data.opened import OpenedTarget, open_target
+from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target
 from dspark_jax.decoding.responses import prepare_dataset
 from dspark_jax.features.local import LocalSource, check_features
 from dspark_jax.models.drafter import DrafterShape
@@ -79,7 +79,7 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
         shape = DrafterShape.of(config.drafter, target.model.config)
         if config.drafter.init == "target":
             check_warm_start(shape, target.model.config)
-        _check_mask_token(config, target)
+        check_drafter(shape, target, "config.drafter.")
         _check_mesh(config, shape)
         _check_same_run(config, target, workdir)
         given = None
@@ -87,7 +87,8 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
             given, lines = weights_to_start(config, shape, target.fingerprint, target.directory)
             print("\n".join(f"init_from: {line}" for line in lines))
         source, draft_ids = _open_source(config, target, shape, workdir)
-        write_record(workdir, _record(config, target))  # not before: a mistake binds to nothing
+        # Not before: a mistake binds to nothing.
+        write_record(workdir, _record(config, target, workdir))
         return _train(config, target, shape, source, draft_ids, given, workdir)
 
 
@@ -239,17 +240,6 @@ def _check_finite(pending: tuple[int, dict] | None, source: LocalSource) -> dict
     return host
 
 
-def _check_mask_token(config: RunConfig, target: OpenedTarget) -> None:
-    """Refuses ids that mean something to the target."""
-    mask = config.drafter.mask_token_id
-    special = {target.tokenizer.pad_token_id, target.tokenizer.bos_token_id, *target.stop_ids}
-    if mask in special:
-        raise UserError(
-            f"drafter.mask_token_id={mask} is a pad, bos or stop token of the target: choose an "
-            "unused id"
-        )
-
-
 def _check_mesh(config: RunConfig, shape: DrafterShape) -> None:
     """Refuses a mesh whose axes do not divide the batch or the drafter."""
     mesh, options = jax.sharding.get_mesh().shape, config.train
@@ -267,12 +257,16 @@ def _check_mesh(config: RunConfig, shape: DrafterShape) -> None:
             )
 
 
-def _record(config: RunConfig, target: OpenedTarget) -> RunRecord:
+def _record(config: RunConfig, target: OpenedTarget, workdir: Path) -> RunRecord:
     named = json.loads((target.directory / "config.json").read_text()).get("architectures")
     model = target.model.config
     architectures = tuple(named or [FAMILIES[model.family]])
     directory = str(target.directory.resolve())
-    return RunRecord(config, target.fingerprint, directory, model, architectures)
+    made_with = target.fingerprint
+    if step_folders(workdir):  # what it began with stays unrecorded if it was
+        template = read_record(workdir).fingerprint.template
+        made_with = dataclasses.replace(made_with, template=template)
+    return RunRecord(config, made_with, directory, model, architectures)
 
 
 def _check_same_run(config: RunConfig, target: OpenedTarget, workdir: Path) -> None:
@@ -282,11 +276,14 @@ def _check_same_run(config: RunConfig, target: OpenedTarget, workdir: Path) -> N
     old = read_record(workdir)
     other = f"{workdir} holds a run with another"
     remedy = "use another --workdir, or delete it to start anew"
-    if parts := old.fingerprint.differences(target.fingerprint):
+    parts = old.fingerprint.differences(target.fingerprint)
+    if parts or old.fingerprint.other_template(target.fingerprint):
+        parts = parts or ["chat template"]
         raise UserError(f"{other} target ({', '.join(parts)} differ): {remedy}")
     changed = _differences(_explicit(old), _explicit(dataclasses.replace(old, config=config)))
     if old.imported:  # it starts from these weights, with what their files do not tell
-        guesses = ("drafter.init=", "drafter.init_from=", "drafter.dtype=", "drafter.confidence_d")
+        guesses = ("init=", "init_from=", "head_init=", "dtype=", "confidence_d")
+        guesses = tuple(f"drafter.{guess}" for guess in guesses)
         changed = [text for text in changed if not text.startswith(guesses)]
     if drafter := [text for text in changed if text.startswith("drafter.")]:
         raise UserError(f"{other} drafter, {', '.join(drafter)}: {remedy}")

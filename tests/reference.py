@@ -99,20 +99,26 @@ class Slot:
     weight: float
 
 
-def candidates(loss_mask, documents) -> list[int]:
-    """Anchors a with generated tokens at a and a + 1, in one document."""
+def candidates(loss_mask, documents, room: int | None = None) -> list[int]:
+    """Anchors a with generated tokens at a and a + 1, in one document.
+
+    With `room`, those with a generated token at a and so many positions behind it.
+    """
     found = []
-    for a in range(len(loss_mask) - 1):
-        same = documents[a] == documents[a + 1] and documents[a] > 0
-        if loss_mask[a] and loss_mask[a + 1] and same:
+    for a in range(len(loss_mask)):
+        if room is not None:
+            good = a + room < len(loss_mask)
+        else:
+            good = a + 1 < len(loss_mask) and loss_mask[a + 1] and documents[a] == documents[a + 1]
+        if good and loss_mask[a] and documents[a] > 0:
             found.append(a)
     return found
 
 
 def block_slots(
-    anchor: int, loss_mask, documents, size: int, from_anchor: bool, decay: float
+    anchor: int, loss_mask, documents, size: int, from_anchor: bool, loss
 ) -> list[Slot]:
-    """The slots of the block at `anchor`."""
+    """The slots of the block at `anchor`, after the options of `loss` (a LossConfig)."""
     length = len(loss_mask)
     slots, unbroken = [], True
     for k in range(size):
@@ -122,16 +128,23 @@ def block_slots(
         if proposal < 0:  # restates the anchor
             slots.append(Slot(None, None, False, 0.0))
             continue
-        unbroken = (
-            unbroken
-            and label < length
-            and bool(loss_mask[label])
-            and documents[label] == documents[anchor]
-        )
-        weight = math.exp(-proposal / decay) if unbroken else 0.0
         inside = label < length
+        judged = label if loss.mask_at == "label" else anchor + k
+        good = (
+            inside
+            and bool(loss_mask[judged])
+            and (loss.cross_documents or documents[label] == documents[anchor])
+        )
+        unbroken = unbroken and good
+        supervised = unbroken if loss.supervision == "prefix" else good
+        weight = math.exp(-proposal / loss.decay) if loss.decay else 1.0
         slots.append(
-            Slot(label if inside else None, prev if prev < length else None, unbroken, weight)
+            Slot(
+                label if inside else None,
+                prev if prev < length else None,
+                supervised,
+                weight if supervised else 0.0,
+            )
         )
     return slots
 
@@ -156,6 +169,7 @@ class Term:
     match: float
     bce: float
     confidence: float
+    wanted: float  # the label c* of the confidence: `accept`, but of the loss's own teacher
 
 
 class ReferenceDrafter:
@@ -269,8 +283,12 @@ class ReferenceDrafter:
         """What a target that caps its logits makes of them."""
         return self.cap * np.tanh(logits / self.cap) if self.cap else logits
 
-    def terms(self, rows: list[Row], anchors: list[list[int]], decay: float) -> list[Term]:
-        """Every supervised slot of the blocks at the anchors of each row."""
+    def terms(self, rows: list[Row], anchors: list[list[int]], loss) -> list[Term]:
+        """Every supervised slot of the blocks at the anchors of each row.
+
+        Args:
+          loss: the options of the loss, a LossConfig.
+        """
         config = self.config
         skip = 0 if config.sample_from_anchor else 1
         found = []
@@ -283,34 +301,43 @@ class ReferenceDrafter:
                     row.documents,
                     config.block_size,
                     config.sample_from_anchor,
-                    decay,
+                    loss,
                 )
                 live = [k for k, slot in enumerate(slots) if slot.supervised]
-                assert live == list(range(skip, skip + len(live)))  # a prefix
-                hidden = self.block(row, anchor, contexts)[live]
-                prev = [int(row.tokens[slots[k].prev]) for k in live]
-                latents = self.latents(prev, hidden) if config.markov_rank else [None] * len(live)
-                for k, h, token, latent in zip(live, hidden, prev, latents):
+                chain = list(range(skip, live[-1] + 1)) if live else []
+                assert loss.supervision == "slot" or live == chain  # a prefix
+                hidden = self.block(row, anchor, contexts)[chain]
+                prev = [int(row.tokens[slots[k].prev]) for k in chain]
+                latents = self.latents(prev, hidden) if config.markov_rank else [None] * len(chain)
+                for k, h, token, latent in zip(chain, hidden, prev, latents):
+                    if not slots[k].supervised:
+                        continue
                     label = slots[k].label
                     z = self.draft_logits(h, latent)
                     zt = self.lm_head @ np.asarray(row.last_hidden[label - 1], np.float64)
                     zt = self.capped(zt)
-                    p, q = softmax(zt), np.zeros(len(zt))  # over all the target can say
+                    whole, q = softmax(zt), np.zeros(len(zt))  # over all the target can say
                     q[self.draft_ids] = softmax(z)
+                    p = whole
+                    if loss.teacher == "draft":
+                        p = np.zeros(len(zt))
+                        p[self.draft_ids] = softmax(zt[self.draft_ids])
                     l1 = float(np.abs(q - p).sum())
                     kl = sum(p[v] * math.log(p[v] / q[v]) for v in self.draft_ids)
-                    accept = float(np.minimum(p, q).sum())  # of speculative sampling, T = 1
+                    wanted = float(np.minimum(p, q).sum())
+                    accept = float(np.minimum(whole, q).sum())  # of speculative sampling, T = 1
                     bce = confidence = 0.0
                     if config.confidence_head:
                         logit = self.confidence_logit(h, token)
                         confidence = float(sigmoid(logit))
-                        bce = -accept * math.log(confidence)
-                        bce -= (1 - accept) * math.log(1 - confidence)
-                    said = int(row.tokens[label])
+                        bce = -wanted * math.log(confidence)
+                        bce -= (1 - wanted) * math.log(1 - confidence)
+                    said = int(row.tokens[label] if loss.ce_label == "data" else p.argmax())
                     ce = -math.log(q[said]) if said in self.draft_ids else 0.0
                     match = float(self.draft_ids[z.argmax()] == zt.argmax())
                     where = (number, index, k, slots[k].weight)
-                    found.append(Term(*where, ce, l1, kl, accept, match, bce, confidence))
+                    values = (ce, l1, kl, accept, match, bce, confidence, wanted)
+                    found.append(Term(*where, *values))
         return found
 
 
@@ -320,20 +347,26 @@ def bce_of(term: Term, accept: float) -> float:
     return -accept * math.log(c) - (1 - accept) * math.log(1 - c)
 
 
-def total_loss(terms: list[Term], loss, accepts=None, judged=None) -> float:
+def total_loss(terms: list[Term], loss, wanted=None, judged=None, groups=None) -> float:
     """The loss over the whole global batch.
 
     Args:
-      terms: of all rows; loss: the weights of the terms.
-      accepts: labels of the confidence loss, held fixed (they carry no gradient).
+      terms: of all rows; loss: the weights of the terms and how they are divided.
+      wanted: labels of the confidence loss, held fixed (they carry no gradient).
       judged: terms whose confidences are used instead (a detached confidence head).
+      groups: numbers of the rows that are averaged first, in lists; None = all together.
     """
-    total = sum(term.weight for term in terms)
-    accepts = accepts or [term.accept for term in terms]
-    judged = judged or terms
-    value = 0.0
-    for term, other, accept in zip(terms, judged, accepts):
-        bce = bce_of(other, accept) if loss.confidence and other.confidence else 0.0
-        drafted = loss.ce * term.ce + loss.l1 * term.l1 + loss.kl * term.kl
-        value += term.weight * (drafted + loss.confidence * bce)
-    return value / total if total else 0.0
+    wanted = wanted or [term.wanted for term in terms]
+    half = 0.5 if loss.distance == "tv" else 1.0
+    results = []
+    for group in groups or [sorted({term.row for term in terms})]:
+        value = total = 0.0
+        for term, other, label in zip(terms, judged or terms, wanted):
+            if term.row not in group:
+                continue
+            bce = bce_of(other, label) if loss.confidence and other.confidence else 0.0
+            drafted = loss.ce * term.ce + loss.l1 * half * term.l1 + loss.kl * term.kl
+            value += term.weight * (drafted + loss.confidence * bce)
+            total += term.weight if loss.denominator == "weights" else 1
+        results.append(value / total if total else 0.0)
+    return sum(results) / len(results)

@@ -11,32 +11,35 @@ import numpy as np
 import pytest
 from reference import block_slots, candidates, context_of
 
-from dspark_jax.core.config import DrafterConfig
-from dspark_jax.training.anchors import make_blocks, sample_anchors, slot_weights
+from dspark_jax.core.config import DrafterConfig, LossConfig
+from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors, slot_weights
 
-sample = jax.jit(sample_anchors, static_argnames="num_anchors")
+sample = jax.jit(sample_anchors, static_argnames=("num_anchors", "room"))
 KEY = jax.random.key(3)
+PAPER = LossConfig()
 
 
 def config(block_size=4, from_anchor=True) -> DrafterConfig:
     return DrafterConfig((0,), 1, block_size=block_size, sample_from_anchor=from_anchor)
 
 
-@functools.partial(jax.jit, static_argnames="chosen")
-def _blocks(anchors, filled, loss_mask, documents, chosen):
-    blocks = make_blocks(anchors, filled, loss_mask, documents, chosen)
-    return blocks, slot_weights(blocks, chosen, 4.0)
+@functools.partial(jax.jit, static_argnames=("chosen", "loss"))
+def _blocks(anchors, filled, loss_mask, documents, chosen, loss):
+    blocks = make_blocks(anchors, filled, loss_mask, documents, chosen, loss)
+    one = jax.tree.map(lambda x: x[None], blocks)  # one micro-batch
+    return blocks, slot_weights(one, loss_mask[None], chosen, loss).slots[0]
 
 
-def blocks_of(anchors, loss_mask, documents=None, from_anchor=True, block_size=4):
-    """Blocks of one row, and their weights at decay 4; there is room for 24."""
+def blocks_of(anchors, loss_mask, documents=None, from_anchor=True, block_size=4, loss=PAPER):
+    """Blocks of one row, and their weights; there is room for 24."""
     loss_mask = np.asarray(loss_mask, bool)[None]
     documents = np.ones(loss_mask.shape) if documents is None else np.asarray(documents)[None]
     room = np.zeros((1, 24), np.int32)
     room[0, : len(anchors)] = anchors
     filled = np.arange(24)[None] < len(anchors)
     documents = documents.astype(np.int32)
-    blocks, weights = _blocks(room, filled, loss_mask, documents, config(block_size, from_anchor))
+    chosen = config(block_size, from_anchor)
+    blocks, weights = _blocks(room, filled, loss_mask, documents, chosen, loss)
     blocks, weights = jax.device_get((blocks, weights))
     for rest in (blocks.visible, blocks.supervised, weights):
         assert not rest[0, len(anchors) :].any()  # unfilled blocks see and weigh nothing
@@ -156,7 +159,7 @@ def test_blocks_match_the_loops(from_anchor, block_size):
         blocks, weights = blocks_of(anchors, mask, documents, from_anchor, block_size)
         for a, anchor in enumerate(anchors):
             assert np.flatnonzero(blocks.visible[0, a]).tolist() == context_of(anchor, documents)
-            slots = block_slots(anchor, mask, documents, block_size, from_anchor, 4.0)
+            slots = block_slots(anchor, mask, documents, block_size, from_anchor, PAPER)
             for k, slot in enumerate(slots):
                 assert blocks.supervised[0, a, k] == slot.supervised
                 assert weights[a, k] == pytest.approx(slot.weight, rel=1e-6)
@@ -165,13 +168,88 @@ def test_blocks_match_the_loops(from_anchor, block_size):
                     assert blocks.prev_index[0, a, k] == slot.prev
 
 
-def test_all_candidates_are_taken_where_there_is_room():
+OPTIONS = {
+    "slot": {"supervision": "slot"},
+    "mask at the slot": {"mask_at": "slot"},
+    "across documents": {"cross_documents": True},
+    "no decay": {"decay": 0.0},
+    "speculators": {"supervision": "slot", "mask_at": "slot", "cross_documents": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_each_option_of_supervision_matches_the_loops(options, from_anchor):
+    """And is one: some slot is judged otherwise than by default."""
+    loss, rng, changed = LossConfig(**options), np.random.default_rng(3), 0
+    for _ in range(5):
+        mask, documents = random_row(rng)
+        anchors = candidates(mask, documents, 4)
+        blocks, weights = blocks_of(anchors, mask, documents, from_anchor, 4, loss)
+        plain, by_default = blocks_of(anchors, mask, documents, from_anchor, 4)
+        for a, anchor in enumerate(anchors):
+            slots = block_slots(anchor, mask, documents, 4, from_anchor, loss)
+            assert blocks.supervised[0, a].tolist() == [slot.supervised for slot in slots]
+            np.testing.assert_allclose(weights[a], [slot.weight for slot in slots], rtol=1e-6)
+        np.testing.assert_array_equal(blocks.label_index, plain.label_index)
+        np.testing.assert_array_equal(blocks.visible, plain.visible)
+        changed += (weights != by_default).sum()
+    fill_in_alike = options.get("mask_at") == "slot" and len(options) == 1 and not from_anchor
+    assert (changed == 0) == fill_in_alike  # there the slot is the label
+
+
+def test_speculators_learns_one_token_beyond_the_answer():
+    """Answer at 8..39, block 4, anchor 37: slots at 37..40, labels 38..41."""
+    loss = LossConfig(supervision="slot", mask_at="slot")
+    blocks, _ = blocks_of([37], mask_of(60, *range(8, 40)), loss=loss)
+    assert blocks.supervised[0, 0].tolist() == [True, True, True, False]
+    assert blocks.label_index[0, 0].tolist() == [38, 39, 40, 41]
+
+
+@pytest.mark.parametrize("room", [None, 4])
+def test_all_candidates_are_taken_where_there_is_room(room):
     rng = np.random.default_rng(0)
     rows = [random_row(rng) for _ in range(8)]
     masks, documents = (np.stack(x) for x in zip(*rows))
-    anchors, filled = sample(KEY, masks, documents, np.arange(8), num_anchors=30)
+    anchors, filled = sample(KEY, masks, documents, np.arange(8), num_anchors=30, room=room)
     for b in range(8):
-        assert anchors[b][filled[b]].tolist() == candidates(masks[b], documents[b])
+        assert anchors[b][filled[b]].tolist() == candidates(masks[b], documents[b], room)
+
+
+@pytest.mark.parametrize("denominator", ["weights", "slots"])
+@pytest.mark.parametrize("average_over", ["batch", "micro_batch", "row"])
+def test_what_the_sums_are_divided_by(denominator, average_over):
+    """Two micro-batches of two rows with 4, 1, no and 2 slots; the last row has no answer at all.
+
+    Of the row without a slot, but with an answer, the average knows.
+    """
+    supervised = np.zeros((2, 2, 2, 2), bool)
+    supervised[0, 0], supervised[0, 1, 0, 0], supervised[1, 0, 1] = True, True, False
+    supervised[1, 1, 1] = True
+    answered = np.array([[True, True], [True, True]])
+    for empty in (False, True):
+        if empty:
+            supervised[1, 1], answered[1, 1] = False, False
+        loss = LossConfig(denominator=denominator, average_over=average_over, decay=2.0)
+        blocks = Blocks(*[None] * 5, supervised)
+        mask = np.broadcast_to(answered[..., None], (2, 2, 5))
+        weights = slot_weights(blocks, mask, config(2), loss)
+        plain = np.where(supervised, np.exp(-np.arange(2) / 2.0), 0)
+        counted = plain if denominator == "weights" else supervised
+        groups = {
+            "batch": [(slice(None), slice(None))],
+            "micro_batch": [(m, slice(None)) for m in range(2)],
+            "row": [(m, b) for m in range(2) for b in range(2) if answered[m, b]],
+        }[average_over]
+        shares = np.zeros_like(plain)
+        for group in groups:
+            if counted[group].sum():
+                shares[group] = plain[group] / counted[group].sum() / len(groups)
+        got = np.asarray(weights.slots) / np.asarray(weights.unit).sum()
+        np.testing.assert_allclose(got, shares, rtol=1e-6)
+        if denominator == "weights":
+            full = sum(counted[group].sum() > 0 for group in groups)
+            assert got.sum() == pytest.approx(full / len(groups))
 
 
 def test_anchors_are_drawn_uniformly_without_replacement():

@@ -26,6 +26,7 @@ from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.core.trees import named
 from dspark_jax.models.drafter import Drafter
+from dspark_jax.models.heads import ConfidenceHead, MarkovHead
 
 KINDS = ("vanilla", "gated", "rnn")
 BATCH, ANCHORS, BLOCK = 2, 3, 4
@@ -220,3 +221,46 @@ def test_no_markov_head_means_rank_0():
         DrafterConfig((0,), 1, markov_head="vanilla", markov_rank=0)
     with pytest.raises(UserError, match="markov_head"):
         DrafterConfig((0,), 1, markov_head="lstm")
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_initial_heads_of_both_kinds(kind):
+    """N(0, 0.02) and zeros; or W1 N(0, 0.01) and the rest uniform within 1 / sqrt(inputs)."""
+    inputs = {"w2": 16, "gate": 64, "gate_bias": 64, "joint": 80, "joint_bias": 80}
+    heads = {}
+    for init in ("normal", "uniform"):
+        rngs, sizes = nnx.Rngs(3), (kind, 400, 16, 48)
+        heads[init] = named(MarkovHead(*sizes, draft_vocab=300, init=init, rngs=rngs))
+        for name, array in named(ConfidenceHead(48, 16, init=init, rngs=rngs)).items():
+            heads[init][f"confidence.{name}"] = array
+    inputs |= {"confidence.weight": 64, "confidence.bias": 64}
+    for name, array in heads["normal"].items():
+        array = np.asarray(array)
+        if name.endswith("bias"):
+            assert not array.any()
+        else:
+            assert array.std() == pytest.approx(0.02, rel=0.3 if array.size < 100 else 0.1)
+    for name, array in heads["uniform"].items():
+        array = np.asarray(array)
+        if name == "w1":
+            assert array.std() == pytest.approx(0.01, rel=0.1)
+            assert np.abs(array).max() > 0.02
+            continue
+        bound = inputs[name] ** -0.5
+        assert np.abs(array).max() <= bound
+        assert array.any()
+        if array.size > 500:
+            assert array.std() == pytest.approx(bound / 3**0.5, rel=0.05)
+            assert abs(array.mean()) < bound / 20
+
+
+def test_a_drafter_takes_the_heads_it_is_told(slots):
+    """And its backbone does not depend on that."""
+    made = {}
+    for init in ("normal", "uniform"):
+        shape = make_shape(head_init=init, num_layers=1)
+        made[init] = named(Drafter(shape, rngs=nnx.Rngs(0)))
+    for name, array in made["normal"].items():
+        same = np.array_equal(array, made["uniform"][name])
+        assert same == (not name.startswith(("markov", "confidence"))), name
+    assert np.asarray(made["uniform"]["confidence.bias"]).any()

@@ -66,26 +66,28 @@ def drafter_of(case: str):
     return shape, weights, make_drafter(shape, weights)
 
 
-@jax.jit
-def _run(drafter, head, batch, anchors, filled):
-    blocks = make_blocks(anchors, filled, batch.loss_mask, batch.documents, drafter.config)
-    weights = slot_weights(blocks, drafter.config, LOSS.decay)
+@functools.partial(jax.jit, static_argnames="options")
+def _run(drafter, head, batch, anchors, filled, options):
+    config, mask = drafter.config, batch.loss_mask
+    blocks = make_blocks(anchors, filled, mask, batch.documents, config, options)
+    one = jax.tree.map(lambda x: x[None], blocks)  # one micro-batch
+    weights = jax.tree.map(lambda x: x[0], slot_weights(one, mask[None], config, options))
 
     def loss(params, taps):
         micro = dataclasses.replace(batch, taps=taps)
-        total, whole = weights.sum(), with_tables(params, drafter)
-        return dspark_loss(whole, head, micro, blocks, weights, total, LOSS, 16)
+        whole = with_tables(params, drafter)
+        return dspark_loss(whole, head, micro, blocks, weights, weights.unit, options, 16)
 
     grad = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
     (value, sums), (grads, d_taps) = grad(trainable(drafter), batch.taps)
     return value, sums, named(grads), d_taps
 
 
-def run(drafter, rows=None, anchors=ANCHORS, filled=FILLED):
+def run(drafter, rows=None, anchors=ANCHORS, filled=FILLED, options=LOSS):
     """Loss, sums, gradients by name and gradient of the taps."""
     batch = first_micro(make_batch(rows or packed_rows(), pruned=drafter.shape.pruned))
     chosen = place(anchors, "batch"), place(filled, "batch")
-    return jax.device_get(_run(drafter, make_head(), batch, *chosen))
+    return jax.device_get(_run(drafter, make_head(), batch, *chosen, options=options))
 
 
 @functools.cache
@@ -98,7 +100,7 @@ def expected(case: str):
     """Terms of all supervised slots by the loops."""
     shape, weights, _ = drafter_of(case)
     anchors = [list(row[on]) for row, on in zip(ANCHORS, FILLED)]
-    return make_reference(shape, weights).terms(packed_rows(), anchors, LOSS.decay)
+    return make_reference(shape, weights).terms(packed_rows(), anchors, LOSS)
 
 
 def same(got, want):
@@ -154,16 +156,16 @@ def test_gradients_match_differences_of_the_loops(case):
     shape, weights, _ = drafter_of(case)
     _, _, grads, _ = plain(case)
     base, rows = expected(case), packed_rows()
-    accepts = [term.accept for term in base]
+    wanted = [term.wanted for term in base]
     anchors = [list(row[on]) for row, on in zip(ANCHORS, FILLED)]
     rng = np.random.default_rng(0)
     trained = [name for name in weights if name != "draft_ids"]
     assert set(grads) == set(trained)
 
     def loss(name, moved):
-        terms = make_reference(shape, weights | {name: moved}).terms(rows, anchors, LOSS.decay)
+        terms = make_reference(shape, weights | {name: moved}).terms(rows, anchors, LOSS)
         detached = shape.config.confidence_detach and not name.startswith("confidence")
-        return total_loss(terms, LOSS, accepts, base if detached else terms)
+        return total_loss(terms, LOSS, wanted, base if detached else terms)
 
     for name in trained:
         direction = rng.standard_normal(weights[name].shape)
@@ -306,7 +308,7 @@ def test_a_row_without_anchors_changes_nothing():
     filled = np.array([[False] * 4, [False, True, True, False]])
     value, sums, grads, d_taps = run(drafter, None, np.where(filled, ANCHORS, 0), filled)
     reference = make_reference(shape, weights)
-    want = reference.terms(packed_rows(), [[], [8, 12]], LOSS.decay)
+    want = reference.terms(packed_rows(), [[], [8, 12]], LOSS)
     assert value == pytest.approx(total_loss(want, LOSS), rel=1e-5)
     assert sums.anchors == 2 and sums.slots.sum() == len(want)
     assert not d_taps[0].any() and d_taps[1].any()

@@ -223,6 +223,11 @@ def own_template(drafter, target):
     (drafter / "chat_template.jinja").write_text("{{ messages }}")
 
 
+def other_template(drafter, target):
+    path = target / "chat_template.jinja"
+    path.write_text(path.read_text() + "{# changed #}")
+
+
 def own_tokenizer(drafter, target):
     (drafter / "tokenizer.json").write_text("{}")
 
@@ -400,6 +405,9 @@ WRONG = [
     ("dspark", "vllm", tokenizer, ["refuse tokenizer", "refuse verifier"], "tokenizer.json"),
     ("dspark", "vllm", own_tokenizer, ["refuse tokenizer"], "not the target's"),
     ("dspark", "vllm", own_template, ["warn chat template"], "not the target's"),
+    ("dspark", "vllm", other_template, ["warn chat template"], "has another chat template"),
+    ("dspark", "vllm", lambda d, s: (edit(d, "dspark_jax.json", target__template=MISSING),
+     other_template(d, s)), [], None),  # as older exports were written
     ("dspark", "vllm", lambda d, s: (d / "dspark_jax.json").unlink(),
      ["warn target identity"], "has no fingerprint"),
     ("dspark", "vllm", lambda d, s: (d / "dspark_jax.json").write_text("{"),

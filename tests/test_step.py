@@ -86,13 +86,16 @@ class Result:
     metrics: dict
 
 
-def step_on(fsdp: int, tp: int, accumulation: int, order=range(8), tx=RECORD, vocab=0) -> Result:
+def step_on(
+    fsdp: int, tp: int, accumulation: int, order=range(8), tx=RECORD, vocab=0, recipe=None
+) -> Result:
     """The first step on a mesh, with the rows in an order."""
     rows = eight_rows()
     with jax.set_mesh(make_mesh(fsdp, tp)):
         batch = make_batch([rows[i] for i in order], accumulation, list(order), bool(vocab))
         start = new_state(tx, vocab)
-        state, metrics = train_step(start, make_head(), batch, tx=tx, recipe=RECIPE)
+        options = recipe or RECIPE
+        state, metrics = train_step(start, make_head(), batch, tx=tx, recipe=options)
         state, metrics = jax.device_get((to_plain(state), metrics))
     return Result(metrics["loss"], state.opt_state[0], metrics)
 
@@ -115,7 +118,7 @@ def terms_by_the_loops(vocab: int = 0):
     anchors, filled = sample_anchors(key, masks, documents, np.arange(8), RECIPE.num_anchors)
     kept = [list(a[on]) for a, on in zip(np.asarray(anchors), np.asarray(filled))]
     reference = make_reference(*shape_and_weights(vocab))
-    return reference.terms(rows, kept, LOSS.decay), [len(a) for a in kept]
+    return reference.terms(rows, kept, LOSS), [len(a) for a in kept]
 
 
 def test_the_loss_is_the_loops_loss_over_all_rows(whole):
@@ -148,6 +151,27 @@ def test_nor_do_the_places_of_the_rows(whole):
     check(step_on(1, 1, 2, range(8), TX), whole)
     check(step_on(1, 1, 2, [0, 1, 4, 7, 2, 3, 5, 6], TX), whole)
     check(step_on(1, 1, 2, [6, 0, 5, 4, 3, 1, 2, 7], TX), whole)
+
+
+@pytest.mark.parametrize(
+    "average_over, order, groups",
+    [
+        ("micro_batch", range(8), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        pytest.param("row", range(8), [[0], [1], [4], [5], [7]], marks=pytest.mark.slow),
+    ],
+)
+def test_averages_of_parts_are_those_of_the_loops(whole, average_over, order, groups):
+    """As DeepSpec and speculators divide: of four micro-batches, and of rows with an answer."""
+    loss = dataclasses.replace(LOSS, average_over=average_over)
+    recipe = dataclasses.replace(RECIPE, loss=loss)
+    result = step_on(1, 1, 4, order, recipe=recipe)
+    terms, _ = terms_by_the_loops()
+    if average_over == "micro_batch":  # one without any answer does not count
+        groups = [group for group in groups if any(eight_rows()[b].loss_mask.any() for b in group)]
+    assert result.loss == pytest.approx(total_loss(terms, LOSS, groups=groups), rel=1e-5)
+    assert abs(result.loss - whole.loss) > 1e-2 * whole.loss
+    weight = result.metrics["sums"].weight
+    assert weight == len(groups)
 
 
 def check(got: Result, want: Result):

@@ -85,15 +85,15 @@ def placed(args):
     )
 
 
-def with_grads(args, chunk=None, ce=CE, l1=L1, kl=KL):
+def with_grads(args, chunk=None, ce=CE, l1=L1, kl=KL, renormalise=False):
     """Loss, terms and gradients for hidden, latent and w2; chunk None = the plain reference."""
-    return _with_grads(args if chunk is None else placed(args), chunk, ce, l1, kl)
+    return _with_grads(args if chunk is None else placed(args), chunk, ce, l1, kl, renormalise)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _with_grads(args, chunk, ce, l1, kl):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _with_grads(args, chunk, ce, l1, kl, renormalise=False):
     hidden, latent, w2, *rest = args
-    options = {"ce_weight": ce, "l1_weight": l1, "kl_weight": kl}
+    options = {"ce_weight": ce, "l1_weight": l1, "kl_weight": kl, "renormalise": renormalise}
 
     def loss(trained):
         if chunk is None:
@@ -125,27 +125,37 @@ class Loops:
         return (weights * (ce * self.ce + l1 * self.l1 + kl * self.kl)).sum()
 
 
-def loops(args, kept=None) -> Loops:
-    """Every token of the target's vocabulary by itself: what was not kept, q never gives."""
-    hidden, latent, w2, head, teacher, labels, _ = args
+def loops(args, kept=None, renormalise=False) -> Loops:
+    """Every token of the target's vocabulary by itself: what was not kept, q never gives.
+
+    Without labels, the most probable token is the label. Renormalised, p is over what was kept;
+    the acceptance never is.
+    """
+    hidden, latent, w2, head, teacher, labels, weights = args
     hidden, head, taught = as_float(hidden), as_float(head), as_float(teacher.hidden)
     whole = as_float(whole_head())
     kept = list(range(VOCAB) if kept is None else kept)
-    found = Loops(*np.zeros((5, *labels.shape)))
-    for at in np.ndindex(labels.shape):
+    found = Loops(*np.zeros((5, *weights.shape)))
+    for at in np.ndindex(weights.shape):
         z = head @ hidden[at]
         if latent is not None:
             z = z + as_float(w2) @ as_float(latent)[at]
         zt = whole @ taught[at]
-        p, q = softmax(zt), softmax(z)
+        said, q = softmax(zt), softmax(z)
+        p = said
+        if renormalise:
+            p = np.where(np.isin(np.arange(VOCAB), kept), said, 0) / said[kept].sum()
         for token in range(VOCAB):
             given = q[kept.index(token)] if token in kept else 0.0
             found.l1[at] += abs(given - p[token])
-            found.accept[at] += min(given, p[token])
+            found.accept[at] += min(given, said[token])
             if token in kept:
                 found.kl[at] += p[token] * math.log(p[token] / given)
-        if labels[at] >= 0:
-            found.ce[at] = -math.log(q[int(labels[at])])
+        best = int(p.argmax())
+        own = kept.index(best) if best in kept else -1
+        label = own if labels is None else int(labels[at])
+        if label >= 0:
+            found.ce[at] = -math.log(q[label])
         found.match[at] = kept[z.argmax()] == zt.argmax()
     return found
 
@@ -172,6 +182,7 @@ def test_values_and_gradients(rows, chunk, latent, kept):
         np.testing.assert_allclose(got[live], want[live], rtol=1e-5, atol=1e-5, err_msg=name)
     accept = 1 - np.asarray(terms.l1) / 2
     np.testing.assert_allclose(accept[live], wanted.accept[live], atol=1e-6)
+    np.testing.assert_array_equal(terms.accept, accept)
     assert value == pytest.approx(wanted.loss(args[-1]), rel=1e-5)
     want = with_grads(args)
     assert value == pytest.approx(float(want[0]), rel=1e-6)
@@ -217,6 +228,32 @@ def test_soft_cap(kept):
     l1 = np.asarray(terms.l1)
     np.testing.assert_allclose(l1[live], np.abs(q - p).sum(-1)[live], rtol=1e-5, atol=1e-5)
     assert np.abs(np.asarray(plain.l1) - l1)[live].max() > 0.1  # and it matters
+
+
+@pytest.mark.parametrize(
+    "kept, own_label, renormalise",
+    [(None, True, True), (KEPT, True, False), (KEPT, False, True), (KEPT, True, True)],
+    ids=["target's label", "pruned, target's label", "renormalised", "renormalised, its label"],
+)
+def test_the_target_as_label_and_renormalised(kept, own_label, renormalise):
+    """Against the loops, gradients against jax.grad of the plain reference."""
+    args = list(operands(7, kept=kept))
+    given = loops(args, kept)
+    if own_label:
+        args[5] = None
+    value, terms, grads = with_grads(args, chunk=12, renormalise=renormalise)
+    live, wanted = args[-1] > 0, loops(args, kept, renormalise and kept is not None)
+    for name in ("ce", "l1", "kl", "match", "accept"):
+        got, want = np.asarray(getattr(terms, name)), getattr(wanted, name)
+        np.testing.assert_allclose(got[live], want[live], rtol=1e-5, atol=1e-5, err_msg=name)
+    assert value == pytest.approx(wanted.loss(args[-1]), rel=1e-5)
+    assert (wanted.ce[live] == 0).any() == (kept is not None and not (own_label and renormalise))
+    for got, want in zip(grads, with_grads(args, renormalise=renormalise)[2]):
+        close(got, want, 1e-5)
+    # Each option is one: without it the terms are others. Renormalising a whole is none.
+    assert (np.abs(wanted.ce - given.ce) > 1e-3)[live].any() == own_label
+    assert (np.abs(wanted.l1 - given.l1) > 1e-3)[live].any() == (renormalise and kept is not None)
+    np.testing.assert_array_equal(wanted.accept, given.accept)
 
 
 def test_what_the_target_puts_outside_a_pruned_vocabulary_is_lost():
@@ -388,17 +425,23 @@ def test_logits_of_all_rows_never_exist():
 
     assert largest(None) >= BATCH * 32 * VOCAB
     assert largest(16) <= BATCH * 32 * HIDDEN
+    args = (*args[:5], None, args[6])  # the target's label needs no more
+    assert largest(16) <= BATCH * 32 * HIDDEN
 
 
 @pytest.mark.parametrize(
-    "latent, kept", [(True, None), (False, None), (True, KEPT)], ids=["whole", "bare", "pruned"]
+    "latent, kept, theirs",
+    [(True, None, False), (False, None, True), (True, KEPT, False), (True, KEPT, True)],
+    ids=["whole", "bare", "pruned", "pruned, renormalised, target's label"],
 )
-def test_sharding_does_not_matter(latent, kept):
+def test_sharding_does_not_matter(latent, kept, theirs):
     """Batch over fsdp, vocabulary over tp: the same numbers, and gradients placed like operands."""
-    args = operands(7, latent, kept=kept)
-    want = with_grads(args, chunk=12)
+    args = list(operands(7, latent, kept=kept))
+    if theirs:
+        args[5] = None
+    want = with_grads(args, chunk=12, renormalise=theirs)
     with jax.set_mesh(make_mesh(4, 2)):
-        got = with_grads(args, chunk=12)
+        got = with_grads(args, chunk=12, renormalise=theirs)
         for grad, operand in zip(got[2], placed(args)):
             if operand is not None:
                 assert grad.sharding.is_equivalent_to(operand.sharding, grad.ndim)

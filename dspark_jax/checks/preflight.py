@@ -24,6 +24,7 @@ from dspark_jax.checks.facts import (
 )
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.layers import RopeConfig
 from dspark_jax.weights.compare import ROPE_FIELDS
 from dspark_jax.weights.drafter_file import DrafterFile, read_shape
 
@@ -128,17 +129,20 @@ def check_rope(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding]:
         ours = backbone(drafter).rope
     except UserError:
         return  # named by check_layers or check_sizes
-    if target.rope is None:
-        return
-    fields = ["theta", "kind", "partial_rotary_factor"]
-    fields += ROPE_FIELDS[ours.kind] if ours.kind == target.rope.kind else ()
-    pairs = [(name, getattr(ours, name), getattr(target.rope, name)) for name in fields]
-    other = [f"{name} {ours!r} (target {theirs!r})" for name, ours, theirs in pairs
-             if ours != theirs]  # fmt: skip
-    if other:
+    if other := rope_differences(ours, target.rope):
         why = f"{', '.join(other)}: right only if it was trained so"
         remedy = "if not, copy rope_parameters and rope_theta from the target's config.json"
         yield Finding(WARN, "RoPE", f"{_CONFIG}: rope_parameters", why, remedy)
+
+
+def rope_differences(ours: RopeConfig, theirs: RopeConfig | None) -> list[str]:
+    """What turns otherwise than in the target, in words; nothing if its RoPE is unknown."""
+    if theirs is None:
+        return []
+    fields = ["theta", "kind", "partial_rotary_factor"]
+    fields += ROPE_FIELDS[ours.kind] if ours.kind == theirs.kind else ()
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in fields]
+    return [f"{name} {a!r} (target {b!r})" for name, a, b in pairs if a != b]
 
 
 def check_anchor(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding]:

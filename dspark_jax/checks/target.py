@@ -5,7 +5,6 @@ accepted length falls, so identity is compared and not shape (fingerprint.py).
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dspark_jax.checks.facts import (
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.rope_config import ropes_from_hf
 from dspark_jax.models.target_config import text_config
-from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
+from dspark_jax.weights.fingerprint import Fingerprint, fingerprint, read_template
 from dspark_jax.weights.importing import RECORD
 from dspark_jax.weights.safetensors import TensorFiles, read_json
 
@@ -42,8 +41,11 @@ _RECIPE = {
 }
 
 
-def read_target(directory: Path, name: str) -> TargetFacts:
+def read_target(directory: Path, name: str, identity: Fingerprint | None = None) -> TargetFacts:
     """The facts of a target.
+
+    Args:
+      identity: its fingerprint, if that is known already.
 
     Raises:
       UserError: no usable config.json.
@@ -55,7 +57,7 @@ def read_target(directory: Path, name: str) -> TargetFacts:
             raise UserError(
                 f"target {directory}: config.json has no {field}; is this a model's config?"
             )
-    rope, files, identity = None, None, None
+    rope, files = None, None
     rows, dtype, problems = config["vocab_size"], "", []
     try:
         rope, _ = ropes_from_hf(config, "config.json")
@@ -67,7 +69,7 @@ def read_target(directory: Path, name: str) -> TargetFacts:
         rows, dtype = embed.get_shape()[0], embed.get_dtype()
         if dtype not in ("F32", "F16", "BF16"):
             raise UserError(f"the embedding is {dtype}")
-        identity = fingerprint(directory, name)
+        identity = identity or fingerprint(directory, name)
     except UserError as error:
         problems.append(_unknown("target's identity", "weights", str(error)))
     tokens, count, roles, template = read_tokenizer(directory, whole)
@@ -114,15 +116,6 @@ def read_tokenizer(
     return added, count, roles, read_template(directory)
 
 
-def read_template(directory: Path) -> str:
-    """The chat template of a folder; "" if it has none, all of them if several."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    value = _json_or_empty(directory / "tokenizer_config.json").get("chat_template") or ""
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
 def same_file(a: Path, b: Path) -> bool:
     """Whether two files hold the same bytes."""
     return hashlib.sha256(a.read_bytes()).digest() == hashlib.sha256(b.read_bytes()).digest()
@@ -146,6 +139,18 @@ def check_record(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding
             why = f"made with {made_with.name!r}; {target.name!r} {why}"
             remedy = "serve the target trained with, or prepare and train again"
             yield Finding(REFUSE, what, RECORD, why, remedy)
+        yield from check_template(made_with, target.fingerprint, RECORD)
+
+
+def check_template(made_with: Fingerprint, found: Fingerprint, where: str) -> Iterator[Finding]:
+    """Another chat template than `where` was made with, if both were recorded."""
+    if made_with.other_template(found):
+        why = (
+            f"made with {made_with.name!r}; {found.name!r} has another chat template: its answers "
+        )
+        why += "begin in contexts not trained on"
+        remedy = "use the template it was made with, or prepare and train again"
+        yield Finding(WARN, "chat template", where, why, remedy)
 
 
 def check_recipe(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding]:
@@ -213,6 +218,8 @@ def check_data(drafter: DrafterFacts, target: TargetFacts, data: DataFacts) -> I
             what, why = _PARTS[part]
             why = f"answers are by {data.made_by.name!r}; {target.name!r} {why}"
             yield Finding(REFUSE, what, str(data.directory), why, "prepare with this target")
+    if target.fingerprint is not None:
+        yield from check_template(data.made_by, target.fingerprint, str(data.directory))
     if data.documents and data.opened == 0:
         why = f"none of {data.documents} documents begins as the template begins a conversation"
         remedy = "if they have no system message of their own, the template has changed"

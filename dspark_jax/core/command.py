@@ -19,6 +19,7 @@ from absl import app, flags, logging
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.semantics import table_of
 
 # XLA's C++ log lines start at warnings; jax reads this when it is imported, and leaves it if set.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
@@ -72,6 +73,11 @@ def _parse(argv: list[str]) -> list[str]:
             getattr(flags.FLAGS[name].value, "lock", None)
             if flags.FLAGS[name].value is None:
                 raise UserError(f"config file {configs[name]}: get_config() returned None")
+            overrides = dict(flags.FLAGS[name].override_values)
+            if preset := overrides.pop("semantics", None):
+                # After the whole file and before the fields given by themselves, in any order.
+                overrides = table_of(preset) | overrides
+                flags.FLAGS[name].value.update_from_flattened_dict(overrides)
     except UserError as error:
         _stop(str(error))
     except KeyboardInterrupt:

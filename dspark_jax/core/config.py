@@ -10,11 +10,16 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import config_dict
-
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.semantics import SEMANTICS, Experiment, completed
 
 MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses a value outside `choices`, by name."""
+    if value not in choices:
+        raise UserError(f"{name}={value!r}: must be one of {', '.join(choices)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,9 @@ class DrafterConfig:
       intermediate_size, num_heads, num_kv_heads, head_dim: 0 = the target's.
       init: "normal" = N(0, 0.02) everywhere (DeepSpec); "target" = layers and final norm start as
         the target's last ones (models/warm_start.py): much further in a short run.
+      head_init: of the Markov and confidence heads: "normal" = N(0, 0.02), biases 0 (DeepSpec);
+        "uniform" = W1 N(0, 0.01), every other weight and bias uniform within 1 / sqrt(inputs)
+        (speculators).
       init_from: a drafter to start from instead: a run, a folder in the speculators or DeepSpec
         layout, or a hub id. Shape and flags must be these here; `init_new` names the heads that it
         has not and that start anew: confidence, markov or confidence+markov.
@@ -96,6 +104,7 @@ class DrafterConfig:
     num_kv_heads: int = 0
     head_dim: int = 0
     init: str = "normal"
+    head_init: str = "normal"
     init_from: str = ""
     init_new: str = ""
     dtype: str = "bfloat16"
@@ -103,6 +112,7 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         check_choice("drafter.markov_head", self.markov_head, MARKOV_HEADS)
         check_choice("drafter.init", self.init, ("normal", "target"))
+        check_choice("drafter.head_init", self.head_init, ("normal", "uniform"))
         check_choice("drafter.dtype", self.dtype, ("float32", "bfloat16"))
         for part in filter(None, self.init_new.split("+")):
             check_choice("drafter.init_new", part, ("confidence", "markov"))
@@ -127,14 +137,36 @@ class DrafterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Weights of the terms and the decay over slots (algorithm: paper section 3.3).
+    """Weights of the terms, and all that implementations compute differently (paper section 3.3).
+
+    p_t is the target's distribution, p_d the drafter's; slot k of a block stands at position a + k
+    of its row, a the anchor. Presets over these fields: core/semantics.py.
 
     Attributes:
-      ce: cross-entropy of the data's token.
-      l1: sum |p_d - p_t|, twice the total variation.
-      kl: KL(p_t || p_d), not in the paper: for data too short to show what else could follow.
-      confidence: binary cross-entropy of the confidence head.
-      decay: slot k weighs exp(-k / decay).
+      ce: weight of the cross-entropy.
+      l1: weight of the distance between p_d and p_t.
+      kl: weight of KL(p_t || p_d), not in the paper: for data too short to show what else could
+        follow. The default of speculators.
+      confidence: weight of the binary cross-entropy of the confidence head, whose label is the
+        acceptance probability 1 - sum |p_d - p_t| / 2, without gradient.
+      decay: the k-th proposal weighs exp(-k / decay); 0 = all weigh the same.
+      distance: what `l1` weighs: "l1" = sum |p_d - p_t|, "tv" = half of it, the total variation.
+      ce_label: "data" = the data's token, "target" = the token that p_t says is most probable.
+      teacher: p_t under a pruned vocabulary: "whole" = over all the target can say, so that what
+        the drafter cannot propose is lost; "draft" = renormalised to what it can propose. Reported
+        acceptances always are of the whole.
+      anchors: which generated tokens a block may begin at: "next" = those whose next token is
+        generated too; "block" = those with a whole block's length behind them in the row.
+      supervision: "prefix" = up to the first slot that may not be supervised, "slot" = each slot
+        by itself.
+      mask_at: a slot may be supervised where the loss mask is set at its "label", or at the "slot"
+        itself: anchor-first, that is one token before the label, and so one token beyond the end
+        of an answer is learnt.
+      cross_documents: blocks go on into the next document of a packed row.
+      denominator: sums are divided by those of the slots' "weights", or by the number of "slots".
+      average_over: where that division is made: over the global "batch"; or over each
+        "micro_batch" or "row", whose results are averaged, so that a slot's weight depends on
+        where it lies.
     """
 
     ce: float = 0.1
@@ -142,6 +174,36 @@ class LossConfig:
     kl: float = 0.0
     confidence: float = 1.0
     decay: float = 4.0
+    distance: str = "l1"
+    ce_label: str = "data"
+    teacher: str = "whole"
+    anchors: str = "next"
+    supervision: str = "prefix"
+    mask_at: str = "label"
+    cross_documents: bool = False
+    denominator: str = "weights"
+    average_over: str = "batch"
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("distance", ("l1", "tv")),
+            ("ce_label", ("data", "target")),
+            ("teacher", ("whole", "draft")),
+            ("anchors", ("next", "block")),
+            ("supervision", ("prefix", "slot")),
+            ("mask_at", ("label", "slot")),
+            ("denominator", ("weights", "slots")),
+            ("average_over", ("batch", "micro_batch", "row")),
+        ):
+            check_choice(f"loss.{name}", getattr(self, name), choices)
+        for name in ("ce", "l1", "kl", "confidence", "decay"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"loss.{name}={getattr(self, name)}: at least 0")
+
+    @property
+    def distance_scale(self) -> float:
+        """What the distance is of sum |p_d - p_t|."""
+        return 0.5 if self.distance == "tv" else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +252,15 @@ class EvaluateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """A whole run: what `configs/*.py` return, checked."""
+    """A whole run: what `configs/*.py` return, checked.
+
+    `semantics` is the preset that some fields came from (core/semantics.py); the fields rule.
+    """
 
     target: str
     data: DataConfig
     drafter: DrafterConfig
+    semantics: str = ""
     seed: int = 0
     target_dtype: str = "bfloat16"
     mesh: MeshConfig = MeshConfig()
@@ -203,6 +269,7 @@ class RunConfig:
     evaluate: EvaluateConfig = EvaluateConfig()
 
     def __post_init__(self) -> None:
+        check_choice("semantics", self.semantics, ("", *SEMANTICS))
         check_choice("target_dtype", self.target_dtype, ("float32", "bfloat16"))
         t = self.train
         if t.global_batch_size % t.accumulation:
@@ -210,12 +277,6 @@ class RunConfig:
                 f"train.global_batch_size={t.global_batch_size} is not a multiple of "
                 f"train.accumulation={t.accumulation}"
             )
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuses a value outside `choices`, by name."""
-    if value not in choices:
-        raise UserError(f"{name}={value!r}: must be one of {', '.join(choices)}")
 
 
 def from_mapping(cls: type, mapping: Mapping[str, Any], prefix: str = "config") -> Any:
@@ -227,6 +288,7 @@ def from_mapping(cls: type, mapping: Mapping[str, Any], prefix: str = "config") 
     Raises:
       UserError: naming the dotted field that is unknown, missing or of the wrong type.
     """
+    mapping = completed(mapping) if cls is RunConfig else mapping
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(mapping) - set(fields))
@@ -262,9 +324,9 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     return value
 
 
-def default_config() -> config_dict.ConfigDict:
+def default_config() -> Experiment:
     """What a config file starts from: every field that has a default, so all can be overridden."""
-    return config_dict.ConfigDict(_defaults(RunConfig))
+    return Experiment(_defaults(RunConfig))
 
 
 def _defaults(cls: type) -> dict[str, Any]:

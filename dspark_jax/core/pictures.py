@@ -19,6 +19,7 @@ LABELS = {
     "loss": "total",
     "loss_ce": "cross-entropy",
     "loss_l1": "L1 distance",
+    "loss_tv": "total variation",
     "loss_confidence": "confidence",
     "expected_accepted_length": "sampling",
     "expected_accepted_length_t0": "greedy",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dspark_jax.checks.runs import tell
+from dspark_jax.checks.target import check_template
 from dspark_jax.core.errors import UserError
 from dspark_jax.data.chat import Turn, assemble
 from dspark_jax.data.conversation import Conversation
@@ -114,4 +116,5 @@ def load_dataset(directory: Path, fingerprint: Fingerprint | None = None) -> lis
         ) from None
     if fingerprint is not None:
         check_same_target(made_by, fingerprint, f"the data in {directory}")
+        tell(list(check_template(made_by, fingerprint, str(directory))), "")
     return rows

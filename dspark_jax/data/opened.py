@@ -4,8 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dspark_jax.checks.facts import TargetFacts
+from dspark_jax.checks.runs import check_run, tell
+from dspark_jax.checks.target import read_target
 from dspark_jax.core.errors import UserError
 from dspark_jax.data.chat import end_of_turn_ids
+from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.target import Target
 from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
 from dspark_jax.weights.resolve import resolve_target
@@ -25,6 +29,28 @@ class OpenedTarget:
     tokenizer: "PreTrainedTokenizerBase"
     stop_ids: tuple[int, ...]
     fingerprint: Fingerprint
+
+    @property
+    def facts(self) -> TargetFacts:
+        """What its files say, for the checks; reads no weights."""
+        facts = read_target(self.directory, self.name, self.fingerprint)
+        stops = dict.fromkeys(self.stop_ids, "stop")
+        return dataclasses.replace(facts, roles=stops | facts.roles)
+
+
+def check_drafter(
+    shape: DrafterShape, target: OpenedTarget, place: str, made_with: Fingerprint | None = None
+) -> None:
+    """The part of preflight that concerns a run: warnings on stderr, or a refusal.
+
+    Args:
+      place: of the drafter's config, before the name of a field.
+      made_with: the target that it was trained with; None before training.
+
+    Raises:
+      UserError: this drafter must not be used with this target.
+    """
+    tell(check_run(shape, target.facts, made_with), place)
 
 
 def open_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":

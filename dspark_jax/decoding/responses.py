@@ -334,11 +334,13 @@ def _check_recipe(path: Path, recipe: dict) -> None:
     text = json.dumps(recipe, indent=1, sort_keys=True)
     if path.exists() and path.read_text() != text:
         old, new = _dotted(read_json(path)), _dotted(json.loads(text))
+        old.setdefault("target.template", new.get("target.template"))  # once not recorded
         changed = sorted(key for key in old | new if old.get(key) != new.get(key))
-        raise UserError(
-            f"{path.parent} was prepared with another {', '.join(changed)}: use another folder "
-            "(--config.data.path) or delete this one"
-        )
+        if changed:
+            raise UserError(
+                f"{path.parent} was prepared with another {', '.join(changed)}: use another folder "
+                "(--config.data.path) or delete this one"
+            )
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)

@@ -192,14 +192,14 @@ class Drafter(nnx.Module):
                 rank,
                 d,
                 draft_vocab=shape.draft_vocab,
-                init=init,
+                init=config.head_init,
                 rngs=rngs,
             )
         if shape.pruned:
             self.draft_ids = nnx.Variable(jnp.arange(shape.draft_vocab, dtype=jnp.int32))
         if config.confidence_head:
             seen = rank if config.confidence_with_markov else 0
-            self.confidence = ConfidenceHead(d, seen, init=init, rngs=rngs)
+            self.confidence = ConfidenceHead(d, seen, init=config.head_init, rngs=rngs)
 
     @property
     def config(self) -> DrafterConfig:

@@ -4,12 +4,30 @@ A Markov head turns the previous token (and, for gated and rnn, the slot's hidde
 latent of rank R; the bias on the slot's logits is latent @ W2.T (paper section 3.2).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dspark_jax.core.sharding import gather_rows, param, spec
 from dspark_jax.kernels.markov_bias import latent_bias, markov_bias
+
+
+def linear_init(kind: str, inputs: int) -> tuple[Callable, Callable]:
+    """Initialisers of weight and bias of a linear map with so many inputs.
+
+    "normal": N(0, 0.02) and 0 (DeepSpec); "uniform": both within 1 / sqrt(inputs), which is what
+    PyTorch gives a layer by itself and speculators leaves as it is.
+    """
+    if kind == "normal":
+        return nnx.initializers.normal(0.02), nnx.initializers.zeros
+    bound = inputs**-0.5
+
+    def uniform(key, shape, dtype, out_sharding=None):
+        return jax.random.uniform(key, shape, dtype, -bound, bound, out_sharding=out_sharding)
+
+    return uniform, uniform
 
 
 class MarkovHead(nnx.Module):
@@ -23,21 +41,24 @@ class MarkovHead(nnx.Module):
         hidden: int,
         *,
         draft_vocab: int = 0,
-        init,
+        init: str = "normal",
         rngs: nnx.Rngs,
     ):
-        zeros = nnx.initializers.zeros
         self.kind = kind
-        self.w1 = param(init, rngs, (vocab, rank), (None, "embed"), jnp.float32)
-        table = (draft_vocab or vocab, rank)
-        self.w2 = param(init, rngs, table, ("vocab", "embed"), jnp.float32)
+        table = nnx.initializers.normal(0.02 if init == "normal" else 0.01)
+        self.w1 = param(table, rngs, (vocab, rank), (None, "embed"), jnp.float32)
+        weight, _ = linear_init(init, rank)
+        shape = (draft_vocab or vocab, rank)
+        self.w2 = param(weight, rngs, shape, ("vocab", "embed"), jnp.float32)
         if kind == "gated":  # input [h ; e]
-            self.gate = param(init, rngs, (rank, hidden + rank), (None, None), jnp.float32)
-            self.gate_bias = param(zeros, rngs, (rank,), (None,), jnp.float32)
+            weight, bias = linear_init(init, hidden + rank)
+            self.gate = param(weight, rngs, (rank, hidden + rank), (None, None), jnp.float32)
+            self.gate_bias = param(bias, rngs, (rank,), (None,), jnp.float32)
         if kind == "rnn":  # input [s ; e ; h], rows gate | candidate | output
             shape = (3 * rank, 2 * rank + hidden)
-            self.joint = param(init, rngs, shape, (None, None), jnp.float32)
-            self.joint_bias = param(zeros, rngs, (3 * rank,), (None,), jnp.float32)
+            weight, bias = linear_init(init, shape[1])
+            self.joint = param(weight, rngs, shape, (None, None), jnp.float32)
+            self.joint_bias = param(bias, rngs, (3 * rank,), (None,), jnp.float32)
 
     @property
     def rank(self) -> int:
@@ -111,10 +132,10 @@ class ConfidenceHead(nnx.Module):
     after the token it judges.
     """
 
-    def __init__(self, hidden: int, rank: int, *, init, rngs: nnx.Rngs):
-        zeros = nnx.initializers.zeros
-        self.weight = param(init, rngs, (1, hidden + rank), (None, None), jnp.float32)
-        self.bias = param(zeros, rngs, (1,), (None,), jnp.float32)
+    def __init__(self, hidden: int, rank: int, *, init: str = "normal", rngs: nnx.Rngs):
+        weight, bias = linear_init(init, hidden + rank)
+        self.weight = param(weight, rngs, (1, hidden + rank), (None, None), jnp.float32)
+        self.bias = param(bias, rngs, (1,), (None,), jnp.float32)
 
     def __call__(self, hidden: jax.Array, rows: jax.Array | None) -> jax.Array:
         """hidden [..., D], rows f32[..., R] or None -> logits f32[...]."""

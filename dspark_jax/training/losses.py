@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from dspark_jax.core.config import LossConfig
 from dspark_jax.features.source import Batch
-from dspark_jax.kernels.vocab_loss import Teacher, vocab_loss
+from dspark_jax.kernels.vocab_loss import Teacher, VocabTerms, vocab_loss
 from dspark_jax.models.drafter import Drafter
 from dspark_jax.models.target import TargetHead
-from dspark_jax.training.anchors import Blocks
+from dspark_jax.training.anchors import Blocks, SlotWeights
 
 
 @jax.tree_util.register_dataclass
@@ -22,10 +22,10 @@ class Sums:
     """
 
     ce: jax.Array  # f32[], weighted by the slot weights, like l1, kl and bce
-    l1: jax.Array
+    l1: jax.Array  # sum |p_d - p_t|, whichever distance is trained
     kl: jax.Array
     bce: jax.Array
-    weight: jax.Array  # f32[], sum of the slot weights
+    weight: jax.Array  # f32[], what the four are divided by: SlotWeights.unit
     slots: jax.Array  # f32[G], supervised slots
     accept: jax.Array  # f32[G], sum of c* = acceptance probability at temperature 1
     match: jax.Array  # f32[G], slots whose arg-max is the target's (acceptance at temperature 0)
@@ -43,7 +43,7 @@ def dspark_loss(
     head: TargetHead,
     batch: Batch,
     blocks: Blocks,
-    weights: jax.Array,
+    weights: SlotWeights,
     total_weight: jax.Array,
     config: LossConfig,
     chunk: int,
@@ -53,22 +53,24 @@ def dspark_loss(
     Args:
       head: the target's.
       batch: one micro-batch: arrays [B, S, ...] without the leading M.
-      weights: f32[B, A, G]; total_weight: f32[], their sum over the global batch.
+      weights: of the micro-batch; total_weight: f32[], the sum of their units over the global
+        batch.
       chunk: rows whose logits exist at a time.
 
     Returns:
       The micro-batch's share of the loss (shares add up to the loss) and its sums.
     """
-    rows, slots = blocks.anchors.shape[0], weights.shape[1:]
+    rows, slots = blocks.anchors.shape[0], weights.slots.shape[1:]
     take = jax.vmap(lambda values, index: values[index])
     anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
     anchor_positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
     padding = (batch.documents == 0)[..., None, None]
     context = drafter.context(jnp.where(padding, 0, batch.taps), batch.positions)
     hidden = drafter.backbone(head, anchor_tokens, anchor_positions, context, blocks.visible)
-    # Masked before use: whatever padding or an unsupervised slot holds has no influence, not even
-    # as 0 * NaN.
-    hidden = jnp.where(blocks.supervised[..., None], hidden, 0)
+    # Masked before use: whatever padding or a slot behind the last supervised one holds has no
+    # influence, not even as 0 * NaN. The state of an rnn head passes through those before it.
+    reached = jax.lax.cummax(blocks.supervised.astype(jnp.int32), axis=2, reverse=True)
+    hidden = jnp.where(reached[..., None] > 0, hidden, 0)
     prev = jnp.take_along_axis(batch.tokens, blocks.prev_index.reshape(rows, -1), axis=1)
     latent = w2 = prev_rows = None
     if drafter.config.markov_rank:
@@ -87,58 +89,69 @@ def dspark_loss(
         lse = take(batch.teacher_lse, before)
         best = drafter.to_draft(take(batch.teacher_best, before))
     teacher = Teacher(take(batch.last_hidden, before).astype(hidden.dtype), lse, best)
-    share = (weights / jnp.maximum(total_weight, 1e-20)).reshape(rows, -1)
+    share = weights.slots / jnp.maximum(total_weight, 1e-20)
     loss, terms = vocab_loss(
         hidden.reshape(rows, prev.shape[1], -1),
         latent,
         w2,
         drafter.head(head).weight,
         teacher,
-        drafter.to_draft(labels),
-        share,
+        None if config.ce_label == "target" else drafter.to_draft(labels),
+        share.reshape(rows, -1),
         ce_weight=config.ce,
-        l1_weight=config.l1,
+        l1_weight=config.distance_scale * config.l1,
         kl_weight=config.kl,
         softcap=head.softcap,
+        renormalise=config.teacher == "draft",
         chunk=chunk,
     )
-    ce, l1, kl, match = (
-        x.reshape(weights.shape) for x in (terms.ce, terms.l1, terms.kl, terms.match)
-    )
-    accept = jnp.clip(1 - 0.5 * l1, 0.0, 1.0)  # c*, no gradient
+    terms = jax.tree.map(lambda x: x.reshape(share.shape), terms)
+    wanted = jnp.clip(1 - 0.5 * terms.l1, 0.0, 1.0)  # c*, no gradient
     supervised = blocks.supervised.astype(jnp.float32)
-    bce = confidence = jnp.zeros_like(accept)
+    bce = confidence = jnp.zeros_like(wanted)
     if drafter.config.confidence_head:
         logits = drafter.confidence_logits(hidden, prev_rows)
-        bce = jnp.maximum(logits, 0) - logits * accept + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+        bce = jnp.maximum(logits, 0) - logits * wanted + jnp.log1p(jnp.exp(-jnp.abs(logits)))
         bce = jnp.where(blocks.supervised, bce, 0.0)
-        loss = loss + config.confidence * jnp.sum(share.reshape(weights.shape) * bce)
+        loss = loss + config.confidence * jnp.sum(share * bce)
         confidence = jax.nn.sigmoid(logits)
+    silent = drafter.config.block_size - drafter.config.num_proposals
     return loss, jax.lax.stop_gradient(
-        _sums(ce, l1, kl, bce, match, accept, confidence, weights, supervised, blocks)
+        _sums(terms, bce, confidence, weights, supervised, blocks, silent)
     )
 
 
-def _sums(ce, l1, kl, bce, match, accept, confidence, weights, supervised, blocks) -> Sums:
+def _sums(
+    terms: VocabTerms,
+    bce: jax.Array,
+    confidence: jax.Array,
+    weights: SlotWeights,
+    supervised: jax.Array,
+    blocks: Blocks,
+    silent: int,
+) -> Sums:
+    accept = jnp.clip(terms.accept, 0.0, 1.0)
+
     def per_slot(values: jax.Array) -> jax.Array:
         return jnp.sum(values * supervised, axis=(0, 1))
 
-    # Slot 0 of fill-in blocks proposes nothing: it counts as certain in products.
+    # Slot 0 of fill-in blocks proposes nothing: it counts as certain in products. What lies behind
+    # any other unsupervised slot is never reached.
     def survival(values: jax.Array) -> jax.Array:
-        skipped = (blocks.supervised == 0) & (jnp.arange(values.shape[-1]) == 0)
-        return jnp.cumprod(jnp.where(skipped, 1.0, values), axis=-1)
+        certain = jnp.arange(values.shape[-1]) < silent
+        return jnp.cumprod(jnp.where(certain, 1.0, values * supervised), axis=-1)
 
     return Sums(
-        ce=jnp.sum(weights * ce),
-        l1=jnp.sum(weights * l1),
-        kl=jnp.sum(weights * kl),
-        bce=jnp.sum(weights * bce),
-        weight=jnp.sum(weights),
+        ce=jnp.sum(weights.slots * terms.ce),
+        l1=jnp.sum(weights.slots * terms.l1),
+        kl=jnp.sum(weights.slots * terms.kl),
+        bce=jnp.sum(weights.slots * bce),
+        weight=weights.unit,
         slots=per_slot(jnp.ones_like(accept)),
         accept=per_slot(accept),
-        match=per_slot(match),
+        match=per_slot(terms.match),
         survive=per_slot(survival(accept)),
-        survive_match=per_slot(survival(match)),
+        survive_match=per_slot(survival(terms.match)),
         confidence_error=per_slot(jnp.abs(confidence - accept)),
         confidence_bias=per_slot(confidence - accept),
         cumulative_bias=per_slot(survival(confidence) - survival(accept)),

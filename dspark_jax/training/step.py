@@ -19,7 +19,13 @@ from dspark_jax.features.source import Batch
 from dspark_jax.models.drafter import Drafter, DrafterShape
 from dspark_jax.models.target import Target, TargetHead
 from dspark_jax.models.warm_start import warm_start
-from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors, slot_weights
+from dspark_jax.training.anchors import (
+    Blocks,
+    SlotWeights,
+    make_blocks,
+    sample_anchors,
+    slot_weights,
+)
 from dspark_jax.training.losses import Sums, dspark_loss
 
 
@@ -95,7 +101,8 @@ def train_step(
     """One update on a global batch of M micro-batches.
 
     Every loss term is a sum over all slots of the global batch divided by the weight of the whole
-    global batch: it does not matter on which device or in which micro-batch a slot lies.
+    global batch: it does not matter on which device or in which micro-batch a slot lies, unless
+    `loss.average_over` says so.
 
     Returns:
       The next state, and {"sums", "loss", "grad_norm", "finite"}: finite says whether taps and
@@ -106,7 +113,7 @@ def train_step(
     # 1. Anchors of all rows, and the weight of the whole batch.
     key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
     blocks, weights = _all_blocks(key, batch, config, recipe)
-    total = weights.sum()
+    total = weights.unit.sum()
 
     # 2. Loss and gradient: shares of micro-batches add up.
     def share(params: Drafter, micro) -> tuple[jax.Array, Sums]:
@@ -130,7 +137,9 @@ def train_step(
     updates, opt_state = tx.update(grads, state.opt_state, params)
     new_params = optax.apply_updates(params, updates)
     sound = finite["taps"] & finite["loss"]
-    useful = sound & (total > 0)  # without any supervised slot there is no decay or momentum either
+    useful = (
+        sound & blocks.supervised.any()
+    )  # without any supervised slot there is no decay or momentum either
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(useful, new, old),
         (new_params, opt_state),
@@ -146,21 +155,22 @@ def validation_step(drafter: Drafter, head: TargetHead, batch: Batch, *, recipe:
     """Sums over one batch with fixed anchors; uses no training randomness."""
     blocks, weights = _all_blocks(jax.random.key(0), batch, drafter.config, recipe)
     micro, _ = _split_first((batch, blocks, weights))
-    _, sums = dspark_loss(drafter, head, *micro, weights.sum(), recipe.loss, recipe.chunk)
+    _, sums = dspark_loss(drafter, head, *micro, weights.unit.sum(), recipe.loss, recipe.chunk)
     return sums
 
 
 def _all_blocks(
     key: jax.Array, batch: Batch, config: DrafterConfig, recipe: Recipe
-) -> tuple[Blocks, jax.Array]:
+) -> tuple[Blocks, SlotWeights]:
     """Blocks and slot weights of all micro-batches, arrays [M, B, ...]."""
+    room = config.block_size if recipe.loss.anchors == "block" else None
 
     def one(loss_mask, documents, rows):
-        anchors, filled = sample_anchors(key, loss_mask, documents, rows, recipe.num_anchors)
-        blocks = make_blocks(anchors, filled, loss_mask, documents, config)
-        return blocks, slot_weights(blocks, config, recipe.loss.decay)
+        chosen = sample_anchors(key, loss_mask, documents, rows, recipe.num_anchors, room)
+        return make_blocks(*chosen, loss_mask, documents, config, recipe.loss)
 
-    return jax.lax.map(lambda x: one(*x), (batch.loss_mask, batch.documents, batch.rows))
+    blocks = jax.lax.map(lambda x: one(*x), (batch.loss_mask, batch.documents, batch.rows))
+    return blocks, slot_weights(blocks, batch.loss_mask, config, recipe.loss)
 
 
 def _split_first(tree: Any) -> tuple[Any, Any]:
@@ -178,11 +188,12 @@ def summarize(sums: Sums, loss: LossConfig, config: DrafterConfig) -> dict[str, 
 
     weight = max(float(sums.weight), 1e-20)
     ce, l1, kl, bce = (float(x) / weight for x in (sums.ce, sums.l1, sums.kl, sums.bce))
+    distance = loss.distance_scale * l1
     survival, survival_match = per_slot(sums.survive), per_slot(sums.survive_match)
     return {
-        "loss": loss.ce * ce + loss.l1 * l1 + loss.kl * kl + loss.confidence * bce,
+        "loss": loss.ce * ce + loss.l1 * distance + loss.kl * kl + loss.confidence * bce,
         "loss_ce": ce,
-        "loss_l1": l1,
+        f"loss_{loss.distance}": distance,
         **({"loss_kl": kl} if loss.kl else {}),
         "loss_confidence": bce,
         "acceptance": per_slot(sums.accept),

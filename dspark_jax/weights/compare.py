@@ -43,6 +43,7 @@ def canonical(shape: DrafterShape) -> DrafterShape:
         confidence_with_markov=sees_markov(shape),
         confidence_detach=False,
         init="normal",
+        head_init="normal",
         vocab_size=shape.draft_vocab if shape.pruned else 0,
         intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,

@@ -20,20 +20,29 @@ _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "us
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Hashes of a target's configuration, tokenizer and a sample of its weights."""
+    """Hashes of a target's configuration, tokenizer, a sample of its weights and chat template.
+
+    The template is what a user may well edit: the model stays the same, but its answers are given
+    in contexts that a drafter has not seen. "" where it was not recorded, as in older files.
+    """
 
     name: str
     config: str
     tokenizer: str
     weights: str
+    template: str = ""
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """The parts that differ; the name is only a label."""
+        """The parts that make it another model; the name is only a label."""
         return [
             part
             for part in ("config", "tokenizer", "weights")
             if getattr(self, part) != getattr(other, part)
         ]
+
+    def other_template(self, other: "Fingerprint") -> bool:
+        """Whether both recorded their chat templates, and these differ."""
+        return bool(self.template and other.template) and self.template != other.template
 
 
 def fingerprint(directory: Path, name: str) -> Fingerprint:
@@ -57,7 +66,20 @@ def fingerprint(directory: Path, name: str) -> Fingerprint:
         config=_hash(json.dumps(kept, sort_keys=True).encode()),
         tokenizer=_hash(tokenizer.read_bytes()) if tokenizer.exists() else "",
         weights=digest.hexdigest()[:16],
+        template=_hash(read_template(directory).encode()),
     )
+
+
+def read_template(directory: Path) -> str:
+    """The chat template of a folder; "" if it has none, all of them if several."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    try:
+        value = read_json(directory / "tokenizer_config.json").get("chat_template") or ""
+    except UserError:  # a tokenizer that cannot be read is only less to compare with
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def check_same_target(wanted: Fingerprint, found: Fingerprint, what: str) -> None:
