@@ -28,11 +28,11 @@ def mesh():
         yield
 
 
-def operands(rows: int, latent: bool = True, dtype=jnp.float32, kept=None, seed: int = 0):
+def operands(rows: int, latent: bool = True, dtype=jnp.float32, kept=None, seed=0, cap=0.0):
     """hidden, latent, w2, head, teacher, labels, weights; one in four weights is 0.
 
     Every other row is near its teacher. With ids `kept` of a pruned vocabulary, one in four labels
-    is outside of it.
+    is outside of it. `cap` is that of the target's logits.
     """
     rng = np.random.default_rng(seed)
 
@@ -52,7 +52,7 @@ def operands(rows: int, latent: bool = True, dtype=jnp.float32, kept=None, seed:
         weights.astype(np.float32),
     ]
     if kept is not None:
-        logits = as_float(args[4].hidden) @ as_float(args[3]).T
+        logits = capped(as_float(args[4].hidden) @ as_float(args[3]).T, cap)
         to_draft = np.full(VOCAB, -1, np.int32)
         to_draft[kept] = np.arange(len(kept))
         lse = np.log(np.exp(logits).sum(-1)).astype(np.float32)
@@ -74,6 +74,11 @@ def as_float(x):
     return np.asarray(x, np.float64)
 
 
+def capped(logits, cap: float):
+    """What a target with this soft-cap makes of its logits; 0 = none."""
+    return cap * np.tanh(logits / cap) if cap else logits
+
+
 AXES = [("batch",), ("batch",), ("vocab", "embed"), ("vocab", "embed"), *[("batch",)] * 3]
 
 
@@ -85,15 +90,17 @@ def placed(args):
     )
 
 
-def with_grads(args, chunk=None, ce=CE, l1=L1, kl=KL, renormalise=False):
+def with_grads(args, chunk=None, ce=CE, l1=L1, kl=KL, renormalise=False, cap=0.0):
     """Loss, terms and gradients for hidden, latent and w2; chunk None = the plain reference."""
-    return _with_grads(args if chunk is None else placed(args), chunk, ce, l1, kl, renormalise)
+    args = args if chunk is None else placed(args)
+    return _with_grads(args, chunk, ce, l1, kl, renormalise, cap)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _with_grads(args, chunk, ce, l1, kl, renormalise=False):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
+def _with_grads(args, chunk, ce, l1, kl, renormalise=False, cap=0.0):
     hidden, latent, w2, *rest = args
-    options = {"ce_weight": ce, "l1_weight": l1, "kl_weight": kl, "renormalise": renormalise}
+    options = {"ce_weight": ce, "l1_weight": l1, "kl_weight": kl}
+    options |= {"renormalise": renormalise, "softcap": cap}
 
     def loss(trained):
         if chunk is None:
@@ -125,11 +132,11 @@ class Loops:
         return (weights * (ce * self.ce + l1 * self.l1 + kl * self.kl)).sum()
 
 
-def loops(args, kept=None, renormalise=False) -> Loops:
+def loops(args, kept=None, renormalise=False, cap=0.0) -> Loops:
     """Every token of the target's vocabulary by itself: what was not kept, q never gives.
 
     Without labels, the most probable token is the label. Renormalised, p is over what was kept;
-    the acceptance never is.
+    the acceptance never is. A cap is of both sides' logits, and not of the bias.
     """
     hidden, latent, w2, head, teacher, labels, weights = args
     hidden, head, taught = as_float(hidden), as_float(head), as_float(teacher.hidden)
@@ -137,10 +144,10 @@ def loops(args, kept=None, renormalise=False) -> Loops:
     kept = list(range(VOCAB) if kept is None else kept)
     found = Loops(*np.zeros((5, *weights.shape)))
     for at in np.ndindex(weights.shape):
-        z = head @ hidden[at]
+        z = capped(head @ hidden[at], cap)
         if latent is not None:
             z = z + as_float(w2) @ as_float(latent)[at]
-        zt = whole @ taught[at]
+        zt = capped(whole @ taught[at], cap)
         said, q = softmax(zt), softmax(z)
         p = said
         if renormalise:
@@ -158,6 +165,13 @@ def loops(args, kept=None, renormalise=False) -> Loops:
             found.ce[at] = -math.log(q[label])
         found.match[at] = kept[z.argmax()] == zt.argmax()
     return found
+
+
+def check(terms, wanted: Loops, live) -> None:
+    """Every term of the rows that count."""
+    for name in ("ce", "l1", "kl", "match", "accept"):
+        got, want = np.asarray(getattr(terms, name)), getattr(wanted, name)
+        np.testing.assert_allclose(got[live], want[live], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 # Rows per batch entry and chunk: one chunk, ragged last chunks, fewer chunk rows than the batch.
@@ -195,65 +209,44 @@ def test_values_and_gradients(rows, chunk, latent, kept):
     np.testing.assert_array_equal(np.asarray(grads[0])[~live], 0)
 
 
-@VOCABULARIES
-def test_soft_cap(kept):
-    """Both sides are capped, the bias is not: values against numpy, gradients against autodiff."""
-    hidden, latent, w2, head, teacher, labels, weights = operands(7, kept=kept)
-    cap, options = 1.5, {"ce_weight": CE, "l1_weight": L1, "kl_weight": KL}
-    zt = cap * np.tanh(as_float(teacher.hidden) @ as_float(whole_head()).T / cap)
-    if kept is not None:
-        best = np.where(np.isin(zt.argmax(-1), kept), np.searchsorted(kept, zt.argmax(-1)), -1)
-        lse = np.log(np.exp(zt).sum(-1)).astype(np.float32)
-        teacher = Teacher(teacher.hidden, lse, best.astype(np.int32))
-
-    def run(function, **more):
-        def loss(trained, rest):
-            return function(*trained, *rest, **options, **more)
-
-        args = (hidden, latent, w2, head, teacher, labels, weights)
-        args = placed(args) if more.get("chunk") else args
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(args[:3], args[3:])
-
-    (value, terms), grads = run(vocab_loss, softcap=cap, chunk=12)
-    (_, plain), _ = run(vocab_loss, chunk=12)
-    (wanted, _), reference = run(vocab_loss_reference, softcap=cap)
-    assert value == pytest.approx(float(wanted), rel=1e-6)
-    for got, want in zip(grads, reference):
-        close(got, want, 1e-5)
-    z = cap * np.tanh(as_float(hidden) @ as_float(head).T / cap) + as_float(latent) @ as_float(w2).T
-    q = np.zeros_like(zt)
-    q[..., slice(None) if kept is None else kept] = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
-    p = np.exp(zt) / np.exp(zt).sum(-1, keepdims=True)
-    live = weights > 0
-    l1 = np.asarray(terms.l1)
-    np.testing.assert_allclose(l1[live], np.abs(q - p).sum(-1)[live], rtol=1e-5, atol=1e-5)
-    assert np.abs(np.asarray(plain.l1) - l1)[live].max() > 0.1  # and it matters
-
-
+@pytest.mark.parametrize("cap", [0.0, 1.5], ids=["", "capped"])
 @pytest.mark.parametrize(
     "kept, own_label, renormalise",
     [(None, True, True), (KEPT, True, False), (KEPT, False, True), (KEPT, True, True)],
     ids=["target's label", "pruned, target's label", "renormalised", "renormalised, its label"],
 )
-def test_the_target_as_label_and_renormalised(kept, own_label, renormalise):
+def test_the_target_as_label_and_renormalised(kept, own_label, renormalise, cap):
     """Against the loops, gradients against jax.grad of the plain reference."""
-    args = list(operands(7, kept=kept))
-    given = loops(args, kept)
+    args = list(operands(7, kept=kept, cap=cap))
+    given = loops(args, kept, cap=cap)
     if own_label:
         args[5] = None
-    value, terms, grads = with_grads(args, chunk=12, renormalise=renormalise)
-    live, wanted = args[-1] > 0, loops(args, kept, renormalise and kept is not None)
-    for name in ("ce", "l1", "kl", "match", "accept"):
-        got, want = np.asarray(getattr(terms, name)), getattr(wanted, name)
-        np.testing.assert_allclose(got[live], want[live], rtol=1e-5, atol=1e-5, err_msg=name)
+    value, terms, grads = with_grads(args, chunk=12, renormalise=renormalise, cap=cap)
+    live, wanted = args[-1] > 0, loops(args, kept, renormalise and kept is not None, cap)
+    check(terms, wanted, live)
     assert value == pytest.approx(wanted.loss(args[-1]), rel=1e-5)
     assert (wanted.ce[live] == 0).any() == (kept is not None and not (own_label and renormalise))
-    for got, want in zip(grads, with_grads(args, renormalise=renormalise)[2]):
+    for got, want in zip(grads, with_grads(args, renormalise=renormalise, cap=cap)[2]):
         close(got, want, 1e-5)
     # Each option is one: without it the terms are others. Renormalising a whole is none.
     assert (np.abs(wanted.ce - given.ce) > 1e-3)[live].any() == own_label
     assert (np.abs(wanted.l1 - given.l1) > 1e-3)[live].any() == (renormalise and kept is not None)
     np.testing.assert_array_equal(wanted.accept, given.accept)
+
+
+@VOCABULARIES
+def test_soft_cap(kept):
+    """Both sides are capped, the bias is not: against the loops, gradients against autodiff."""
+    cap = 1.5
+    args = operands(7, kept=kept, cap=cap)
+    value, terms, grads = with_grads(args, chunk=12, cap=cap)
+    live, wanted = args[-1] > 0, loops(args, kept, cap=cap)
+    check(terms, wanted, live)
+    assert value == pytest.approx(wanted.loss(args[-1]), rel=1e-5)
+    for got, want in zip(grads, with_grads(args, cap=cap)[2]):
+        close(got, want, 1e-5)
+    free = loops(args, kept)
+    assert np.abs(free.l1 - wanted.l1)[live].max() > 0.1  # and it matters
 
 
 def test_what_the_target_puts_outside_a_pruned_vocabulary_is_lost():
