@@ -3,8 +3,8 @@
     config.json         the drafter's shape and flags, and in the speculators layout its target
     model.safetensors   exactly the arrays of the checkpoint. Speculators: embedding and LM head are
                         the target's and not in it (of a pruned vocabulary: its rows of that head,
-                        and the tables d2t and t2d; of a target that scales its embedding:
-                        the scaled one, as no engine scales). DeepSpec: both are, as its own readers expect
+                        and the tables d2t and t2d; of a target that scales its embedding: the
+                        scaled one, as no engine scales). DeepSpec: both are, as its readers expect
     dspark_jax.json     our own record: step, recipe, fingerprint of the target, versions
 
 A drafter with Markov or confidence head is written as "dspark". Without either it is a DFlash
