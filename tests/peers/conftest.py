@@ -1,0 +1,22 @@
+"""Tests against other implementations; `make test-peers` runs them, `make test` does not.
+
+Peers run as scripts in virtual environments of their own (harness.py), so the project's never
+holds torch for their sake, and their releases are pinned without binding ours.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent / "scripts"))
+
+import jax
+import pytest
+
+from dspark_jax.core.sharding import make_mesh
+
+
+@pytest.fixture(autouse=True, scope="session")
+def mesh():
+    """One device."""
+    with jax.set_mesh(make_mesh()):
+        yield
