@@ -20,3 +20,11 @@ def mesh():
     """One device."""
     with jax.set_mesh(make_mesh()):
         yield
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Compilations that are quick rather than good: many small programs, each run once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -142,10 +142,16 @@ def real_inputs(target: OpenedTarget, taps: tuple[int, ...], text: str, anchors)
     )
 
 
-def ours(case: Case, head: TargetHead, given: Inputs) -> dict[str, np.ndarray]:
-    """Draft logits with Markov bias [A, P, V_d], the bias alone, confidence logits [A, P].
+def ours(
+    case: Case, head: TargetHead, given: Inputs, *, anchor_step: bool = False
+) -> dict[str, np.ndarray]:
+    """Our hidden states [A, P, D], base logits [A, P, V_d], the same with Markov bias ("logits")
+    and confidence logits [A, P] of the blocks.
 
     Slot by slot as in decoding, the tokens of the sequence given as those drafted before.
+
+    Args:
+      anchor_step: in fill-in blocks, let the Markov state pass slot 0 first, which we do not.
     """
     drafter, config = case.drafter(), case.record.config.drafter
     first = config.block_size - config.num_proposals
@@ -163,13 +169,17 @@ def ours(case: Case, head: TargetHead, given: Inputs) -> dict[str, np.ndarray]:
             jnp.asarray(given.positions[given.anchors])[None],
             context,
             jnp.asarray(seen)[None],
-        )[0, :, first:]
-        hidden = jax.sharding.reshard(hidden, spec("batch", None, None))
+        )
+        whole = jax.sharding.reshard(hidden[0], spec("batch", None, None))
+        hidden = whole[:, first:]
         answer = {"hidden": hidden, "base": drafter.head(head).logits(hidden)}
         answer["logits"] = answer["base"]
         rows = None
         if config.markov_rank:
             state, slots = drafter.markov.state(len(prev)), []
+            if anchor_step:
+                base = drafter.head(head).logits(whole[:, :1])[:, 0]
+                _, state = drafter.markov.biased(base, prev[:, 0], whole[:, 0], state)
             for slot in range(config.num_proposals):
                 one, state = drafter.markov.biased(
                     answer["base"][:, slot], prev[:, slot], hidden[:, slot], state

@@ -29,8 +29,11 @@ REAL = {
 }
 
 
+FILL_IN_RNN = {"drafter.sample_from_anchor": False, "drafter.markov_head": "rnn"}
+
+
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory):
+def cases(quick_compilation, tmp_path_factory):
     """Every export with its inputs and our answer."""
     folder = tmp_path_factory.mktemp("exports")
     made = {}
@@ -44,6 +47,7 @@ def cases(tmp_path_factory):
     target = open_target(config.target, "float32")
     for name, changes in KINDS.items():
         add(name, tiny_config(folder / "tiny", changes), target)
+    add("fill-in rnn", tiny_config(folder / "tiny", FILL_IN_RNN), target)
     for name, rope in {"llama3": LLAMA3, "yarn": YARN}.items():
         config = tiny_config(folder / name, {}, config={"rope_scaling": rope})
         add(name, config, open_target(config.target, "float32"))
@@ -122,3 +126,22 @@ def test_what_it_saves_it_and_we_read_back(name, cases, peer):
 @pytest.mark.parametrize("name", [name for name in NAMES if "pruned" in name])
 def test_draft_ids_are_the_same(name, cases, peer):
     assert peer[0][name]["draft_ids"] == cases[name][0].arrays["draft_ids"].tolist()
+
+
+def test_fill_in_rnn_starts_one_slot_later_with_us(cases, peer):
+    """The one difference: who steps the recurrent state over slot 0, which proposes nothing.
+
+    speculators 0.9 computes the bias of whole blocks and shows slot 0 the anchor as its previous
+    token, so the anchor steps the state twice before the first proposal
+    (speculators/models/dspark/core.py, `forward`; model_definitions.py, `block_bias`). In decoding
+    the chain starts where the first token is proposed, and we train as we decode. No engine runs
+    this combination: vLLM reads vanilla heads only.
+    """
+    case, given, mine = cases["fill-in rnn"]
+    theirs = peer[1]["fill-in rnn/logits"][:, 1:]
+    head = open_target(case.record.config.target, "float32").model.head
+    same = ours(case, head, given, anchor_step=True)
+    np.testing.assert_allclose(same["logits"], theirs, atol=TOLERANCE, rtol=0)
+    assert np.abs(mine["logits"] - theirs).max() > 0.01
+    confidence = peer[1]["fill-in rnn/confidence"][:, 1:]  # sees no state
+    np.testing.assert_allclose(mine["confidence"], confidence, atol=TOLERANCE, rtol=0)

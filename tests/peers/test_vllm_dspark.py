@@ -13,7 +13,7 @@ NAMES = ["vanilla", "fill-in", "no confidence", "confidence alone", "pruned", "o
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory):
+def cases(quick_compilation, tmp_path_factory):
     """DSpark exports that vLLM can run, with inputs and our answer."""
     folder = tmp_path_factory.mktemp("exports")
     target = open_target(tiny_config(folder / "tiny", {}).target, "float32")

@@ -69,6 +69,9 @@ def draft(model, arrays):
     taps = torch.from_numpy(arrays["taps"])
     mask = torch.zeros(tokens.shape)
     mask[0, anchors] = 1
+    options, _ = type(model).get_trainer_kwargs(
+        loss_fn="kl_div", loss_implementation="eager", max_anchors=len(anchors)
+    )
     module = dflash if type(model).__name__ == "DFlashDraftModel" else dspark
     restore = listen(module)
     try:
@@ -80,8 +83,7 @@ def draft(model, arrays):
                 torch.zeros(1, tokens.shape[1], taps.shape[-1]),
                 torch.from_numpy(arrays["documents"]).long()[None],
                 torch.from_numpy(arrays["positions"]).long()[None],
-                loss_config=dspark._DEFAULT_LOSS_CONFIG,
-                max_anchors=len(anchors),
+                **options,
             )
     finally:
         restore()
