@@ -137,13 +137,13 @@ $(TORCH_READY): | $(TEST_READY)
 	@touch $@
 
 # A peer's environment is made anew when its requirements change or the clone was moved. By pip, for
-# the same reason as torch above; torchvision and torchaudio, which nothing here uses, may come as
-# builds for GPUs that fail to import beside a torch for CPUs.
+# the same reason as torch above. What belongs to torch and nothing here uses may come in builds for
+# GPUs, which fail to import beside a torch for CPUs.
 $(PEERS:%=peer-%): peer-%: | $(VENV)/.made
 	@set -e; venv=$(PEER_VENVS)/$*; wanted=tests/peers/requirements/$*.txt; \
 	if { pwd; cat $$wanted; } | cmp -s - $$venv/.ready; then exit 0; fi; \
 	echo "installing $* into $$venv"; \
 	rm -rf $$venv; mkdir -p $(PEER_VENVS); $(PYTHON) -m venv $$venv; \
 	$$venv/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r $$wanted; \
-	$$venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio; \
+	$$venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	{ pwd; cat $$wanted; } > $$venv/.ready

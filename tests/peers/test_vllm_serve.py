@@ -16,7 +16,7 @@ from dspark_jax.training.checkpoint import choose_step, load_drafter, read_recor
 
 PROMPTS, NEW_TOKENS = 20, 48
 DOMAIN = "generator:{}:4"
-# One or two minutes of training on a small domain: enough for a few tokens per round.
+# A minute of training on a small domain: enough for a few tokens per round.
 OVERRIDES = {
     "data.prompts": DOMAIN.format(192),
     "data.max_new_tokens": NEW_TOKENS,
@@ -26,7 +26,7 @@ OVERRIDES = {
     "drafter.confidence_head": False,
     "drafter.sample_from_anchor": False,
     "drafter.block_size": 5,
-    "drafter.num_layers": 2,
+    "drafter.num_layers": 1,  # see test_why_one_layer
     "drafter.vocab_size": 4096,
     "train.num_steps": 240,
     "train.num_anchors": 64,
@@ -188,3 +188,25 @@ def test_acceptance_is_what_our_evaluation_says(evaluated, speculative):
         assert low <= theirs <= high
     # The last round of an answer, cut off, counts there and not here: one in each answer.
     assert abs(drafts - result.rounds) <= len(evaluated) * 1.5
+
+
+def test_why_one_layer(tmp_path):
+    """On CPUs vLLM 0.32 norms the context keys of every draft layer with the weights of the first.
+
+    It norms all layers with one call of a kernel whose weights are one row for each layer
+    (vllm/model_executor/models/qwen3_dflash.py, `_normalize_context_k`). The kernel for GPUs takes
+    the row of the layer; the one for CPUs always the first (csrc/cpu/layernorm.cpp, `rms_norm_impl`,
+    which indexes `weight` by the feature alone). A deeper drafter drafts worse there than it is, at
+    the same text. Should this fail, the tests above can serve a deeper one.
+    """
+    rng = np.random.default_rng(0)
+    keys = rng.standard_normal((2, 5, 3, 64), np.float32)  # [L, T, K, H]
+    weights = np.float32([[1.0], [3.0]]) * np.ones((2, 64), np.float32)
+    eps = 1e-6
+    _, answer = harness.ask(
+        "vllm", "vllm_norms", tmp_path, {"eps": eps}, {"keys": keys, "weights": weights}
+    )
+    normed = keys / np.sqrt(np.mean(keys**2, axis=-1, keepdims=True) + eps)
+    right = normed * weights[:, None, None]
+    np.testing.assert_allclose(answer["out"][0], right[0], atol=1e-5)
+    np.testing.assert_allclose(answer["out"][1], normed[1], atol=1e-5)  # not right[1]

@@ -100,6 +100,10 @@ def answer_one(directory, arrays):
     pieces = {key: x.detach() for key, x in model.named_parameters()}
     taken = {key: holds(pieces, x) for key, x in tensors.items() if key != "t2d"}
     found |= {"unwritten": unwritten, "not_taken": [key for key, at in taken.items() if not at]}
+    for module in (model.lm_head, model.model.markov_head.markov_w2, model.model.confidence_head):
+        if module is not None:  # picks the CPU's kernel, which the loader does for an engine
+            layer = getattr(module, "proj", module)
+            layer.quant_method.process_weights_after_loading(layer)
     answer = {}
     with torch.no_grad(), set_current_vllm_config(config):
         prev, hidden = torch.from_numpy(arrays["prev"]).long(), torch.from_numpy(arrays["hidden"])
