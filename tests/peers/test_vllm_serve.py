@@ -195,9 +195,9 @@ def test_why_one_layer(tmp_path):
 
     It norms all layers with one call of a kernel whose weights are one row for each layer
     (vllm/model_executor/models/qwen3_dflash.py, `_normalize_context_k`). The kernel for GPUs takes
-    the row of the layer; the one for CPUs always the first (csrc/cpu/layernorm.cpp, `rms_norm_impl`,
-    which indexes `weight` by the feature alone). A deeper drafter drafts worse there than it is, at
-    the same text. Should this fail, the tests above can serve a deeper one.
+    the row of the layer; the one for CPUs always the first (csrc/cpu/layernorm.cpp,
+    `rms_norm_impl`, which indexes `weight` by the feature alone). A deeper drafter drafts worse
+    there than it is, at the same text. Should this fail, the tests above can serve a deeper one.
     """
     rng = np.random.default_rng(0)
     keys = rng.standard_normal((2, 5, 3, 64), np.float32)  # [L, T, K, H]
