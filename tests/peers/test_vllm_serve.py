@@ -14,7 +14,7 @@ from dspark_jax.decoding.evaluation import Decoding, PromptSet, read_sets, run_s
 from dspark_jax.decoding.figures import Outcome, set_result
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 
-PROMPTS, NEW_TOKENS = 20, 48
+PROMPTS, NEW_TOKENS = 16, 48
 DOMAIN = "generator:{}:4"
 # A minute of training on a small domain: enough for a few tokens per round.
 OVERRIDES = {
@@ -96,7 +96,7 @@ def evaluated(run, prompts) -> list[Outcome]:
 def served(directory: Path, prompts, log: Path) -> Served:
     """One server's greedy answers, one prompt after the other."""
     address = harness.server(
-        "vllm", ["serve", str(directory), *FLAGS], log, VLLM_CPU_KVCACHE_SPACE="1"
+        "vllm", ["vllm", "serve", str(directory), *FLAGS], log, VLLM_CPU_KVCACHE_SPACE="1"
     )
     with address as address:
         name = harness.get(f"{address}/v1/models")["data"][0]["id"]
