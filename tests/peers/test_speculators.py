@@ -10,7 +10,7 @@ from exports import KINDS, make_case, ours, random_inputs, real_inputs, tiny_con
 
 from dspark_jax.data.opened import open_target
 from dspark_jax.weights.compare import shape_differences
-from dspark_jax.weights.importing import read_speculators
+from dspark_jax.weights.importing import read_folder
 
 TOLERANCE = 1e-4  # of logits, float32
 LLAMA3 = {
@@ -118,7 +118,7 @@ def test_drafts_are_the_same(name, cases, peer, say):
 def test_what_it_saves_it_and_we_read_back(name, cases, peer):
     case, found = cases[name][0], peer[0][name]
     assert found["reloaded"]
-    saved = read_speculators(Path(found["saved"]))
+    saved = read_folder(Path(found["saved"]))
     assert shape_differences(saved.shape, case.record.shape) == []
     assert set(saved.arrays) == set(case.arrays)
     for key, array in case.arrays.items():
