@@ -10,6 +10,8 @@ HERE := $(firstword $(shell pwd | cksum))
 DEMO_READY := $(VENV)/.ready-demo-$(HERE)
 TEST_READY := $(VENV)/.ready-test-$(HERE)
 TORCH_READY := $(VENV)/.ready-torch
+PEERS := speculators vllm
+PEER_VENVS := .venv-peers
 
 # uv takes seconds where pip takes a minute or two, but knows nothing of pip's settings (a mirror,
 # a folder of wheels): where it fails, pip does the same.
@@ -24,7 +26,7 @@ IMPORTS := import transformers, datasets, gguf, matplotlib, tensorboardX; \
 # Tests run on the CPU unless JAX_PLATFORMS names a chip. There, libtpu only compiles: it may be
 # loaded by several test workers at once, and must not look for the chips of this machine.
 TEST_PLATFORMS := $(or $(JAX_PLATFORMS),cpu)
-test test-slow: export JAX_PLATFORMS := $(TEST_PLATFORMS)
+test test-slow test-peers: export JAX_PLATFORMS := $(TEST_PLATFORMS)
 ifeq ($(TEST_PLATFORMS),cpu)
 test test-slow: export DSPARK_LIBTPU_PATH ?= $(CURDIR)/$(VENV)/libtpu
 test test-slow: export ALLOW_MULTIPLE_LIBTPU_LOAD := 1
@@ -32,10 +34,10 @@ test test-slow: export TPU_SKIP_MDS_QUERY := 1
 test test-slow: export TPU_ACCELERATOR_TYPE := v5litepod-4
 test test-slow: export TPU_WORKER_HOSTNAMES := localhost
 endif
-test test-slow: export HF_HUB_OFFLINE ?= 1
-test test-slow: export TOKENIZERS_PARALLELISM ?= false
+test test-slow test-peers: export HF_HUB_OFFLINE ?= 1
+test test-slow test-peers: export TOKENIZERS_PARALLELISM ?= false
 # What took a second or more to compile is there again at the next run.
-test test-slow: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/jax_cache
+test test-slow test-peers: export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/$(VENV)/jax_cache
 
 # A .venv whose Python is gone, or that has no pip, is made again.
 ifneq ($(wildcard $(VENV)/.made),)
@@ -45,7 +47,8 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow torch lint format setup setup-test clean distclean
+.PHONY: help demo test test-slow test-peers torch lint format setup setup-test setup-peers clean \
+	distclean $(PEERS:%=peer-%)
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -61,6 +64,9 @@ test-slow: setup-test  ## the tests that take minutes
 	  $(PYTHON) -m pytest -q -n $(WORKERS) --dist loadfile -m slow $(TESTS); \
 	else echo "no slow tests in $(TESTS)"; fi
 
+test-peers: setup-test setup-peers  ## against speculators and vLLM, each in its own .venv-peers/NAME
+	$(PYTHON) -m pytest -q $(or $(filter-out tests,$(TESTS)),tests/peers)
+
 torch: $(TORCH_READY)  ## PyTorch, for the tests that compare with it (skipped without)
 
 lint: setup-test  ## ruff: rules and format
@@ -75,12 +81,14 @@ setup: $(DEMO_READY)  ## only install what the demo needs
 
 setup-test: $(TEST_READY)  ## only install what the tests need
 
+setup-peers: $(PEERS:%=peer-%)  ## only install those peers (5 GB)
+
 clean:  ## remove caches and the demo's run; keeps .venv and other runs
 	rm -rf runs/demo build dist .pytest_cache .ruff_cache $(VENV)/jax_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean  ## remove .venv as well
-	rm -rf $(VENV)
+distclean: clean  ## remove .venv and .venv-peers as well
+	rm -rf $(VENV) $(PEER_VENVS)
 
 # Any Python of 3.11 or later that can make a virtual environment, the usual one first. A .venv that
 # an interrupted run left half made is made again.
@@ -127,3 +135,15 @@ $(TEST_READY): requirements-test.txt $(DEMO_READY)
 $(TORCH_READY): | $(TEST_READY)
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	@touch $@
+
+# A peer's environment is made anew when its requirements change or the clone was moved. By pip, for
+# the same reason as torch above. What belongs to torch and nothing here uses may come in builds for
+# GPUs, which fail to import beside a torch for CPUs.
+$(PEERS:%=peer-%): peer-%: | $(VENV)/.made
+	@set -e; venv=$(PEER_VENVS)/$*; wanted=tests/peers/requirements/$*.txt; \
+	if { pwd; cat $$wanted; } | cmp -s - $$venv/.ready; then exit 0; fi; \
+	echo "installing $* into $$venv"; \
+	rm -rf $$venv; mkdir -p $(PEER_VENVS); $(PYTHON) -m venv $$venv; \
+	$$venv/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -r $$wanted; \
+	$$venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	{ pwd; cat $$wanted; } > $$venv/.ready
