@@ -14,6 +14,7 @@ from ml_collections import config_dict
 
 from dspark_jax.core.errors import UserError
 
+ALGORITHMS = ("dspark", "eagle3")
 MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
 
 
@@ -55,10 +56,41 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """What only EAGLE-3 drafters have (models/eagle3.py); the names are those of public files.
+
+    Attributes:
+      step_loss_decay: in training, step k of a chain weighs step_loss_decay ** k.
+      qk_norm: per-head norms of queries and keys (Qwen3 layers); False = Llama layers.
+      norm_before_residual: the residual stream starts from the normalised hidden state.
+      norm_before_fc: one RMSNorm over the concatenated taps; fc_norm: one for each tap instead.
+      norm_output: the next step is fed the state after the final norm (EAGLE-3.1), not before it.
+    """
+
+    step_loss_decay: float = 0.8
+    qk_norm: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step_loss_decay <= 1:
+            raise UserError(
+                f"drafter.eagle3.step_loss_decay={self.step_loss_decay}: above 0, at most 1"
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise UserError("drafter.eagle3: norm_before_fc and fc_norm exclude each other")
+
+
+@dataclasses.dataclass(frozen=True)
 class DrafterConfig:
     """The drafter's shape. Taps and mask id have no default: guessing them is a known fault.
 
     Attributes:
+      algorithm: dspark (DFlash is the one without heads) or eagle3, which drafts a chain of
+        `block_size` tokens with one layer and has no mask token (mask_token_id=-1), no Markov and
+        no confidence head.
       target_layer_ids: tapped layers, 0-based: i = output of decoder layer i, -1 = embeddings.
       mask_token_id: row of the target's embedding fed to the slots after the anchor.
       block_size: slots of a block (gamma for anchor-first, gamma + 1 for fill-in).
@@ -99,8 +131,11 @@ class DrafterConfig:
     init_from: str = ""
     init_new: str = ""
     dtype: str = "bfloat16"
+    algorithm: str = "dspark"
+    eagle3: Eagle3Config = Eagle3Config()
 
     def __post_init__(self) -> None:
+        check_choice("drafter.algorithm", self.algorithm, ALGORITHMS)
         check_choice("drafter.markov_head", self.markov_head, MARKOV_HEADS)
         check_choice("drafter.init", self.init, ("normal", "target"))
         check_choice("drafter.dtype", self.dtype, ("float32", "bfloat16"))
@@ -118,6 +153,26 @@ class DrafterConfig:
             raise UserError(f"drafter.block_size={self.block_size}: at least {least}")
         if self.num_layers < 1:
             raise UserError(f"drafter.num_layers={self.num_layers}: at least 1")
+        if self.algorithm == "eagle3":
+            self._check_eagle3()
+        elif self.eagle3 != Eagle3Config():
+            raise UserError("drafter.eagle3 is set, but drafter.algorithm is not 'eagle3'")
+
+    def _check_eagle3(self) -> None:
+        """Nothing that EAGLE-3 lacks is silently ignored."""
+        for name, fits in (
+            ("mask_token_id", -1),
+            ("markov_head", "none"),
+            ("confidence_head", False),
+            ("sample_from_anchor", True),
+            ("num_layers", 1),  # the public layouts do not agree on what a second one sees
+            ("init", "normal"),
+        ):
+            if getattr(self, name) != fits:
+                raise UserError(
+                    f"drafter.{name}={getattr(self, name)!r}: EAGLE-3 needs {fits!r} (the variant "
+                    "'eagle3' of a config file sets all of its fields)"
+                )
 
     @property
     def num_proposals(self) -> int:

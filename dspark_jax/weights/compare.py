@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dspark_jax.core.config import Eagle3Config
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import abstract, place
 from dspark_jax.core.trees import named, with_arrays
 from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.drafters import AnyDrafter, new_drafter
 from dspark_jax.models.layers import RopeConfig
 from dspark_jax.models.target import TargetHead
 
@@ -43,6 +45,7 @@ def canonical(shape: DrafterShape) -> DrafterShape:
         confidence_with_markov=sees_markov(shape),
         confidence_detach=False,
         init="normal",
+        eagle3=dataclasses.replace(config.eagle3, step_loss_decay=Eagle3Config.step_loss_decay),
         vocab_size=shape.draft_vocab if shape.pruned else 0,
         intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,
@@ -75,12 +78,12 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def empty_drafter(shape: DrafterShape) -> Drafter:
+def empty_drafter(shape: DrafterShape) -> AnyDrafter:
     """Shapes and shardings of a drafter on the current mesh; no arrays."""
-    return abstract(lambda key: Drafter(shape, rngs=nnx.Rngs(key)), jax.random.key(0))
+    return abstract(lambda key: new_drafter(shape, rngs=nnx.Rngs(key)), jax.random.key(0))
 
 
-def build_drafter(shape: DrafterShape, arrays: dict[str, np.ndarray]) -> Drafter:
+def build_drafter(shape: DrafterShape, arrays: dict[str, np.ndarray]) -> AnyDrafter:
     """A drafter on the current mesh from host arrays by name; shorter floats become float32.
 
     Raises:
