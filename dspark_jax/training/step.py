@@ -21,6 +21,7 @@ from dspark_jax.models.drafters import AnyDrafter, new_drafter
 from dspark_jax.models.target import Target, TargetHead
 from dspark_jax.models.warm_start import warm_start
 from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors, slot_weights
+from dspark_jax.training.eagle3 import may_start, step_weights
 from dspark_jax.training.losses import Sums, dspark_loss
 
 
@@ -157,8 +158,12 @@ def _all_blocks(
     """Blocks and slot weights of all micro-batches, arrays [M, B, ...]."""
 
     def one(loss_mask, documents, rows):
-        anchors, filled = sample_anchors(key, loss_mask, documents, rows, recipe.num_anchors)
+        chained = config.algorithm == "eagle3"
+        starts = may_start(loss_mask, documents) if chained else loss_mask
+        anchors, filled = sample_anchors(key, starts, documents, rows, recipe.num_anchors)
         blocks = make_blocks(anchors, filled, loss_mask, documents, config)
+        if chained:
+            return blocks, step_weights(blocks, config)
         return blocks, slot_weights(blocks, config, recipe.loss.decay)
 
     return jax.lax.map(lambda x: one(*x), (batch.loss_mask, batch.documents, batch.rows))

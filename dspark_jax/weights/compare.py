@@ -16,8 +16,9 @@ from dspark_jax.core.config import Eagle3Config
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import abstract, place
 from dspark_jax.core.trees import named, with_arrays
-from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.drafters import AnyDrafter, new_drafter
+from dspark_jax.models.eagle3 import Eagle3Drafter
 from dspark_jax.models.layers import RopeConfig
 from dspark_jax.models.target import TargetHead
 
@@ -129,6 +130,7 @@ class Probe:
     head: TargetHead
     taps: jax.Array  # f32[B, T, L, D]
     tokens: jax.Array  # i32[B, P], the anchor and the tokens drafted after it but the last
+    before: jax.Array  # i32[B, T], the tokens of the context
 
     @classmethod
     def of(cls, shape: DrafterShape, seed: int = 0) -> "Probe":
@@ -144,11 +146,12 @@ class Probe:
             ),
             place(rng.standard_normal(taps, np.float32), "batch", None, None, None),
             place(tokens.astype(np.int32), "batch", None),
+            place(rng.integers(0, shape.vocab_size, taps[:2], np.int32), "batch", None),
         )
 
 
 @jax.jit
-def draft_outputs(drafter: Drafter, probe: Probe) -> tuple[jax.Array, jax.Array | None]:
+def draft_outputs(drafter: AnyDrafter, probe: Probe) -> tuple[jax.Array, jax.Array | None]:
     """What a drafter answers when its own tokens are given, slot by slot as in decoding.
 
     Returns:
@@ -160,6 +163,14 @@ def draft_outputs(drafter: Drafter, probe: Probe) -> tuple[jax.Array, jax.Array 
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     anchor_at = jnp.full((batch, 1), length)
     visible = jnp.ones((batch, 1, length), bool)
+    if isinstance(drafter, Eagle3Drafter):
+        following = jnp.concatenate([probe.before[:, 1:], tokens[:, :1]], axis=1)
+        features = drafter.features(probe.taps)
+        context = drafter.context(probe.head, features, following, positions)
+        hidden = drafter.unroll(
+            probe.head, features[:, -1:], tokens[:, None], anchor_at - 1, context, visible
+        )
+        return drafter.head(probe.head).logits(hidden[:, 0]), None
     context = drafter.context(probe.taps, positions)
     hidden = drafter.backbone(probe.head, tokens[:, :1], anchor_at, context, visible)[:, 0]
     hidden = hidden[:, config.block_size - config.num_proposals :]  # fill-in: slot 0 is silent
@@ -175,7 +186,7 @@ def draft_outputs(drafter: Drafter, probe: Probe) -> tuple[jax.Array, jax.Array 
     return logits, drafter.confidence_logits(hidden, rows) if config.confidence_head else None
 
 
-def largest_difference(drafter: Drafter, other: Drafter, probe: Probe) -> float:
+def largest_difference(drafter: AnyDrafter, other: AnyDrafter, probe: Probe) -> float:
     """The largest difference in logits or confidence logits on one input; NaN never agrees."""
     answers = [jax.device_get(draft_outputs(one, probe)) for one in (drafter, other)]
     largest = 0.0
