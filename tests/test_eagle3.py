@@ -45,8 +45,11 @@ OPTIONS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def mesh():
+    """One device, and compilations that are quick rather than good."""
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.set_mesh(make_mesh(1, 1)):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def shape_of(rope=None, **options):
@@ -112,21 +115,6 @@ def test_chains_of_a_pruned_vocabulary_with_scaled_rope_match_the_loops():
     reference = ReferenceEagle3(weights, *head_arrays(), shape)
     close(got[1, 2], reference.chain(rows[1], 6, STEPS))
     close(got[0, 3], reference.chain(rows[0], 12, STEPS))
-
-
-@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Eagle3Config)])
-def test_every_option_of_the_function_changes_it(name):
-    """Two-sided: and step_loss_decay, which is one of training, does not."""
-    plain = shape_of()
-    other = with_options(plain, **{name: 0.5 if name == "step_loss_decay" else
-                                   not getattr(plain.config.eagle3, name)})  # fmt: skip
-    weights = random_weights(other, seed=1)
-    known = named(make_drafter(plain, random_weights(plain)))
-    both = {key: weights.get(key, np.full(x.shape, 1.1, np.float32)) for key, x in known.items()}
-    first = unrolled(make_drafter(other, weights), packed_rows())
-    second = unrolled(make_drafter(plain, both), packed_rows())
-    changed = np.abs(first - second).max() > 1e-2
-    assert changed == (name != "step_loss_decay")
 
 
 # What a step may see, and what it may not.

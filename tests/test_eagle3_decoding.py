@@ -72,8 +72,11 @@ class Replay(rounds.Replay):
 
 @pytest.fixture(scope="module", autouse=True)
 def one():
-    with jax.set_mesh(make_mesh(1, 1)) as mesh:
-        yield mesh
+    """One device, and compilations that are quick rather than good."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    with jax.set_mesh(make_mesh(1, 1)):
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

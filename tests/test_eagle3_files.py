@@ -46,11 +46,9 @@ HEAD = np.random.default_rng(2).standard_normal((24, 16), np.float32)
 EMBED = np.random.default_rng(3).standard_normal((24, 16), np.float32)
 FLAGS = {
     "public": {},
-    "residual": {"norm_before_residual": True},
-    "before": {"norm_before_fc": True},
-    "each": {"fc_norm": True},
-    "output": {"norm_output": True},
-    "llama": {"qk_norm": False, "norm_before_residual": True},
+    "residual": {"norm_before_residual": True, "fc_norm": True},
+    "output": {"norm_output": True, "norm_before_fc": True},
+    "llama": {"qk_norm": False},
 }
 
 

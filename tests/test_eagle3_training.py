@@ -51,8 +51,11 @@ CASES = {"whole": {}, "pruned": {"vocab_size": 24}}
 
 @pytest.fixture(autouse=True, scope="module")
 def mesh():
+    """One device, and compilations that are quick rather than good."""
+    jax.config.update("jax_disable_most_optimizations", True)
     with jax.set_mesh(make_mesh(1, 1)):
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

@@ -18,11 +18,9 @@ TOLERANCE = 1e-4  # of logits, float32
 PLAIN = {f"drafter.{name}": value for name, value in EAGLE3.items()} | {"drafter.block_size": 4}
 KINDS = {
     "public": {},
-    "pruned": PRUNED,
-    "residual": {"drafter.eagle3.norm_before_residual": True},
-    "before": {"drafter.eagle3.norm_before_fc": True},
-    "each": {"drafter.eagle3.fc_norm": True},
-    "output": {"drafter.eagle3.norm_output": True},
+    "pruned": PRUNED
+    | {"drafter.eagle3.norm_before_residual": True, "drafter.eagle3.fc_norm": True},
+    "output": {"drafter.eagle3.norm_output": True, "drafter.eagle3.norm_before_fc": True},
     "llama": {"drafter.eagle3.qk_norm": False},
 }
 NAMES = list(KINDS)

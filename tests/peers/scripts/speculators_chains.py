@@ -49,6 +49,9 @@ def unrolled(model, arrays, steps):
         rows.append((at[:-1], at[1:]))
     states, given = (torch.from_numpy(np.concatenate(part)) for part in zip(*rows))
     seen, loss = [], eagle3.compute_metrics
+    options, _ = type(model).get_trainer_kwargs(
+        loss_fn="kl_div", loss_implementation="eager", ttt_steps=steps, ttt_step_loss_decay=1.0
+    )
 
     def listen(logits, *args, **kwargs):
         seen.append(logits[0].numpy())
@@ -64,7 +67,7 @@ def unrolled(model, arrays, steps):
                 torch.ones(1, len(given), dtype=torch.bool),
                 torch.from_numpy(arrays["positions"]).long()[given][None],
                 torch.zeros(1, len(given), arrays["taps"].shape[-1]),
-                ttt_steps=steps,
+                **options,
             )
     finally:
         eagle3.compute_metrics = loss
