@@ -17,7 +17,7 @@ from test_rounds import CONFIG, KEPT, NEW, PROMPTS, VOCAB, Requests, plain, spec
 
 from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.sharding import make_mesh, place
-from dspark_jax.core.trees import named
+from dspark_jax.core.trees import named, with_arrays
 from dspark_jax.decoding.rounds import propose, start
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.eagle3 import Eagle3Drafter
@@ -26,12 +26,29 @@ LENGTH = 32
 
 
 def make_eagle3(ids=(), block: int = 4, **options) -> Eagle3Drafter:
+    """One that is often right: it attends most to the entry itself, of which it takes the token's
+    embedding, and the target's text depends mostly on the last token."""
     config = DrafterConfig(
         target_layer_ids=(-1, 0), block_size=block, vocab_size=len(ids), dtype="float32", **EAGLE3
     )
     shape = with_options(DrafterShape.of(config, CONFIG), **options)
     scales = {"fc": 0.1, "layers.0.attention": 0.4, "layers": 0.12}
-    return rounds.filled(lambda: Eagle3Drafter(shape, rngs=nnx.Rngs(0)), 4, scales, ids)
+    drafter = rounds.filled(lambda: Eagle3Drafter(shape, rngs=nnx.Rngs(0)), 4, scales, ids)
+    arrays, at = named(drafter), "layers.0.attention."
+    heads, dim, size = 2, 8, CONFIG.hidden_size
+    keys, copy = np.asarray(arrays[at + "k"]), np.eye(size, dtype=np.float32)
+    changed = {
+        "q": keys[:, None].repeat(2, 1),
+        "q_norm": np.full(dim, 2, np.float32),
+        "k_norm": np.full(dim, 2, np.float32),
+        "v": np.concatenate([copy, 0.1 * copy], axis=1).reshape(heads, dim, 2 * size),
+        "o": copy.reshape(size, heads, 1, dim).repeat(2, 2) / 2,
+    }
+    for name, array in changed.items():
+        old = arrays[at + name]
+        assert array.shape == old.shape
+        arrays[at + name] = jax.device_put(array, old.sharding)
+    return with_arrays(drafter, arrays)
 
 
 def reference_of(target, drafter) -> ReferenceEagle3:
@@ -103,12 +120,14 @@ def test_greedy_is_plain_decoding_and_counts_are_those_of_a_replay(target, ids, 
     assert sum(sum(row.survived[1:]) for row in found) > 0
 
 
+@pytest.mark.slow
 def test_a_request_does_not_notice_its_batch(target):
     wanted, drafter = rounds.requests(temperature=0.9), make_eagle3()
     together = speculative(target, drafter, wanted)
     assert together == [speculative(target, drafter, wanted.row(i))[0] for i in range(3)]
 
 
+@pytest.mark.slow
 def test_any_mesh_gives_the_same_tokens_and_counts(target):
     four = {"prompts": (*PROMPTS, (2, 2)), "seeds": (7, 8, 9, 10), "limits": (12,) * 4}
     four["prompts"] = tuple(map(tuple, four["prompts"]))
@@ -120,24 +139,24 @@ def test_any_mesh_gives_the_same_tokens_and_counts(target):
 
 # Losslessness: the tables of test_lossless.py, filled with what target and drafter really answer.
 
-SLOTS, PREFIX = 2, PROMPTS[0]  # its last token is the anchor
+SLOTS = 2
 
 
-def tables_of(target, drafter, options) -> Tables:
-    """Both distributions given every prefix of up to two more tokens."""
+def tables_of(target, drafter, options, prefix) -> Tables:
+    """Both distributions given `prefix`, which ends with the anchor, and up to two more tokens."""
     tables = Tables(VOCAB, SLOTS, 0, options, options)
     paths = tables.blocks()
-    ids = np.concatenate([np.tile(PREFIX, (len(paths), 1)), paths], axis=1).astype(np.int32)
+    ids = np.concatenate([np.tile(prefix, (len(paths), 1)), paths], axis=1).astype(np.int32)
     logits = jax.jit(lambda target, ids: target.head.logits(target(ids).hidden))(
         target, place(ids, "batch", None)
     )
-    own = np.asarray(logits)[:, len(PREFIX) - 1 :].reshape(VOCAB, VOCAB, SLOTS + 1, VOCAB)
+    own = np.asarray(logits)[:, len(prefix) - 1 :].reshape(VOCAB, VOCAB, SLOTS + 1, VOCAB)
     own = [own[0, 0, :1], own[:, 0, 1], own[:, :, 2].reshape(VOCAB**2, VOCAB)]
     tables.target = [probabilities(x, options) for x in own]
     reference, drafts = reference_of(target, drafter), [[], []]
     for token in range(VOCAB):
-        row = row_of(target, drafter, [*PREFIX, token])
-        first, second = reference.chain(row, len(PREFIX) - 1, 2)
+        row = row_of(target, drafter, [*prefix, token])
+        first, second = reference.chain(row, len(prefix) - 1, 2)
         drafts[0] = [first]
         drafts[1].append(second)
     tables.drafter = []
@@ -148,24 +167,26 @@ def tables_of(target, drafter, options) -> Tables:
     return tables
 
 
-@pytest.mark.parametrize("ids", [(), KEPT], ids=["whole", "pruned"])
-@pytest.mark.parametrize("options", [(1.0, 0, 1.0), (0.7, 3, 0.9)], ids=["1", "filtered"])
+@pytest.mark.parametrize(
+    "ids, options", [((), (1.0, 0, 1.0)), (KEPT, (0.7, 3, 0.9))], ids=["whole", "pruned+filtered"]
+)
 def test_every_path_adds_up_to_the_target_and_drafts_are_drawn_from_the_tables(
     target, ids, options
 ):
     """What `propose` says that it drew from is, draft by draft, the distribution enumerated."""
     drafter = make_eagle3(ids, block=SLOTS)
-    tables = tables_of(target, drafter, options)
+    likely = plain(target, rounds.requests())[0].tokens[0]  # so that many draw it as anchor
+    tables = tables_of(target, drafter, options, [*PROMPTS[0], likely])
     own = tables.tail(0)
     for lengths in range(SLOTS + 1):
         assert np.abs(emitted(tables, lengths) - own).max() < RIGHT
-    rows, (temperature, top_k, top_p) = 600, options
+    rows, (temperature, top_k, top_p) = 300, options
     wanted = Requests(
-        (tuple(PREFIX[:-1]),) * rows, tuple(range(rows)), (NEW,) * rows,
+        (tuple(PROMPTS[0]),) * rows, tuple(range(rows)), (NEW,) * rows,
         temperature=temperature, top_k=top_k, top_p=top_p,
     )  # fmt: skip
     state, draft = _first(target, drafter, *wanted.arguments())
-    chosen = np.asarray(state.anchor) == PREFIX[-1]  # rows whose first token was the anchor
+    chosen = np.asarray(state.anchor) == likely
     tokens, probs = np.asarray(draft.tokens)[chosen], np.asarray(draft.probs)[chosen]
     assert len(tokens) > 20
     np.testing.assert_allclose(probs[:, 0], tables.drafter[0].repeat(len(tokens), 0), atol=2e-6)
