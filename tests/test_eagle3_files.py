@@ -77,8 +77,7 @@ def make_arrays(shape: DrafterShape) -> dict[str, np.ndarray]:
 def export(directory, shape, layout="speculators", **options):
     arrays = make_arrays(shape)
     shared = {"lm_head.weight": HEAD[DRAFT_IDS] if shape.pruned else HEAD}
-    if layout == "deepspec":
-        shared["embed_tokens.weight"] = EMBED
+    shared["embed_tokens.weight"] = EMBED
     export_drafter(
         arrays, shape, VERIFIER, directory, ORIGIN, layout=layout, shared=shared, **options
     )
@@ -192,12 +191,12 @@ BACKBONE = {
 def test_tensors_of_both_layouts(exported):
     found = {name: load_file(path / "model.safetensors") for name, path in exported.items()}
     shapes = {name: {k: x.shape for k, x in tensors.items()} for name, tensors in found.items()}
-    head = {"lm_head.weight": (24, 16)}
-    assert shapes["speculators"] == BACKBONE | head
-    assert shapes["deepspec"] == BACKBONE | head | {"embed_tokens.weight": (24, 16)}
+    borrowed = {"lm_head.weight": (24, 16), "embed_tokens.weight": (24, 16)}
+    assert shapes["speculators"] == shapes["deepspec"] == BACKBONE | borrowed
     arrays = make_arrays(make_shape())
     for tensors in found.values():
         assert (tensors["lm_head.weight"] == HEAD).all()
+        assert (tensors["embed_tokens.weight"] == EMBED).all()
         k = arrays["layers.0.attention.k"]  # [K, H, 2D]: the embedding's half comes first
         assert (tensors["layers.0.self_attn.k_proj.weight"] == k.reshape(16, 32)).all()
 
@@ -210,6 +209,7 @@ def test_a_pruned_vocabulary_has_its_tables_and_its_rows(tmp_path):
     assert (tensors["d2t"] + np.arange(10) == DRAFT_IDS).all()
     assert (np.flatnonzero(tensors["t2d"]) == DRAFT_IDS).all() and len(tensors["t2d"]) == 24
     assert (tensors["lm_head.weight"] == HEAD[DRAFT_IDS]).all()
+    assert (tensors["embed_tokens.weight"] == EMBED).all()
     config = json.loads((folder / "config.json").read_text())
     assert config["draft_vocab_size"] == 10
     assert config["transformer_layer_config"]["vocab_size"] == 24  # the target's (R116)

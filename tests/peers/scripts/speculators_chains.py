@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 torch.set_num_threads(2)
 
-# What a drafter borrows from its target: never in a file, always loaded from the target.
-BORROWED = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+# Of the target's tensors, those that are always loaded from it. The embedding is not among them:
+# one that is not in the file is left as the memory was, unless that happens to hold a NaN.
+BORROWED = {"verifier_norm.weight", "verifier_lm_head.weight"}
 
 
 def config_of(directory):
