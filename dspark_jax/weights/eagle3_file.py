@@ -1,9 +1,9 @@
 """EAGLE-3 in files: what its config.json says in either layout, and how it is written.
 
     speculators   type "eagle3" (speculators models/eagle3/config.py, which vLLM reads too): Qwen3
-                  or Llama layers, any of the norm flags, a pruned vocabulary. The target's embedding
-                  and LM head are in the file: speculators 0.9 calls the first optional, and then
-                  drafts with whatever lay in that memory
+                  or Llama layers, any of the norm flags, a pruned vocabulary. The target's
+                  embedding and LM head are in the file: speculators 0.9 calls the first optional,
+                  and then drafts with whatever lay in that memory
     deepspec      class Qwen3Eagle3Model (DeepSpec modeling/eagle3/qwen3): Qwen3 layers, none of the
                   flags, the whole vocabulary, embedding and LM head in the file
 

@@ -2,6 +2,7 @@
 
     speculators   what `vllm serve DIR` reads: flags beside `transformer_layer_config`, layers
                   counted from 1; embedding and LM head are the target's and not in the file
+                  (but of EAGLE-3)
     deepspec      what DeepSpec, SGLang and vLLM read, as the released DeepSeek drafters are: one
                   flat config, layers counted from 0; embedding and LM head are in the file as well
 
