@@ -156,9 +156,21 @@ def deepspec_config(shape: DrafterShape, verifier: Any, dtype: str, origin: Any)
     }
 
 
+def capped(shape: DrafterShape) -> str | None:
+    """Neither class caps its logits as such a target does: the drafts would be others."""
+    if not shape.logit_softcap:
+        return None
+    return (
+        f"the target's final_logit_softcapping={shape.logit_softcap:g}: no reader of EAGLE-3 files "
+        "written here caps the draft's logits"
+    )
+
+
 def not_flat(shape: DrafterShape) -> str | None:
     """Why DeepSpec's class cannot be this drafter, naming the flag, or None."""
     options = shape.config.eagle3
+    if reason := capped(shape):
+        return reason
     if shape.pruned:
         return (
             f"drafter.vocab_size={shape.draft_vocab}: the deepspec layout has no table for a "
