@@ -65,7 +65,7 @@ test-slow: setup-test  ## the tests that take minutes
 	else echo "no slow tests in $(TESTS)"; fi
 
 test-peers: setup-test setup-peers  ## against speculators and vLLM, each in its own .venv-peers/NAME
-	$(PYTHON) -m pytest -q -s $(or $(filter-out tests,$(TESTS)),tests/peers)
+	$(PYTHON) -m pytest -q $(or $(filter-out tests,$(TESTS)),tests/peers)
 
 torch: $(TORCH_READY)  ## PyTorch, for the tests that compare with it (skipped without)
 

@@ -6,6 +6,7 @@ python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/smollm2
 from ml_collections import config_dict
 
 from dspark_jax.core.config import default_config
+from dspark_jax.core.recipes import eagle3
 
 
 def get_config(variant: str = "") -> config_dict.ConfigDict:
@@ -100,6 +101,8 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
             validation_rows=4,
             feature_memory_gb=1.0,
         )
+    elif variant == "eagle3":
+        eagle3(c)
     elif variant:
         raise ValueError(f"unknown variant {variant!r}")
     return c

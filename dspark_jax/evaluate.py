@@ -86,7 +86,11 @@ def run(request: Request, workdir: Path, out: Path) -> dict[str, Any]:
             plain=request.plain,
         )
         measured = run_sets(target, drafter, sets, how)
-        costs = _costs(request, target, drafter, sets) if request.costs else None
+        costs = None
+        if request.costs and config.drafter.algorithm != "dspark":
+            print("the costs of a round are measured for DSpark and DFlash drafters only")
+        elif request.costs:
+            costs = _costs(request, target, drafter, sets)
     report = _report(request, workdir, step, target, sets, measured, costs)
     report["drafter_config"] = dataclasses.asdict(config.drafter)
     write_json(out, report)

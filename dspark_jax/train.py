@@ -282,7 +282,7 @@ def _check_same_run(config: RunConfig, target: OpenedTarget, workdir: Path) -> N
         raise UserError(f"{other} target ({', '.join(parts)} differ): {remedy}")
     changed = _differences(_explicit(old), _explicit(dataclasses.replace(old, config=config)))
     if old.imported:  # it starts from these weights, with what their files do not tell
-        guesses = ("init=", "init_from=", "head_init=", "dtype=", "confidence_d")
+        guesses = ("init=", "init_from=", "head_init=", "dtype=", "confidence_d", "eagle3.step")
         guesses = tuple(f"drafter.{guess}" for guess in guesses)
         changed = [text for text in changed if not text.startswith(guesses)]
     if drafter := [text for text in changed if text.startswith("drafter.")]:

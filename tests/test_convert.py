@@ -42,10 +42,10 @@ from dspark_jax.weights.drafter_file import DrafterFile, read_shape
 from dspark_jax.weights.export import export_drafter
 from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
 from dspark_jax.weights.importing import check_borrowed, read_folder
+from dspark_jax.weights.layer_config import rope_parameters
 from dspark_jax.weights.layouts import (
     Origin,
     Verifier,
-    rope_parameters,
     speculators_config,
     unservable,
 )

@@ -96,12 +96,14 @@ def test_a_pruned_head_keeps_both():
 
 @jax.jit
 def run(drafter, head, batch, anchors, filled):
-    blocks = make_blocks(anchors, filled, batch.loss_mask, batch.documents, drafter.config)
-    weights = slot_weights(blocks, drafter.config, LOSS.decay)
+    config, mask = drafter.config, batch.loss_mask
+    blocks = make_blocks(anchors, filled, mask, batch.documents, config, LOSS)
+    one = jax.tree.map(lambda x: x[None], blocks)  # one micro-batch
+    weights = jax.tree.map(lambda x: x[0], slot_weights(one, mask[None], config, LOSS))
 
     def loss(params, head):
         whole = with_tables(params, drafter)
-        value, _ = dspark_loss(whole, head, batch, blocks, weights, weights.sum(), LOSS, 16)
+        value, _ = dspark_loss(whole, head, batch, blocks, weights, weights.unit, LOSS, 16)
         return value
 
     value, grads = jax.value_and_grad(loss)(trainable(drafter), head)
@@ -116,7 +118,7 @@ def test_loss_and_gradients_match_the_loops():
 
     def reference(weights):
         drafter = tiny_drafter.make_reference(shape, weights)
-        return drafter.terms(rows, anchors, LOSS.decay)
+        return drafter.terms(rows, anchors, LOSS)
 
     batch = tiny_drafter.first_micro(make_batch(rows))
     chosen = place(ANCHORS, "batch"), place(FILLED, "batch")

@@ -174,8 +174,11 @@ def mapping(target: Path, prompts: Path, changes: Mapping[str, Any] | None = Non
         },
     }
     for name, value in (changes or {}).items():
-        group, _, field = name.rpartition(".")
-        (fields.setdefault(group, {}) if group else fields)[field] = value
+        *groups, field = name.split(".")
+        place = fields
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[field] = value
     return fields
 
 

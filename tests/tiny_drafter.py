@@ -10,7 +10,8 @@ from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.sharding import abstract, place
 from dspark_jax.core.trees import named, with_arrays
 from dspark_jax.features.source import Batch
-from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.drafters import AnyDrafter, new_drafter
 from dspark_jax.models.layers import RopeConfig
 from dspark_jax.models.target import TargetHead
 
@@ -50,7 +51,7 @@ def random_weights(shape: DrafterShape, seed: int = 0) -> dict[str, np.ndarray]:
     The ids of a pruned vocabulary are drawn as well, ascending.
     """
     rng = np.random.default_rng(seed)
-    arrays = named(jax.eval_shape(lambda: Drafter(shape, rngs=nnx.Rngs(0))))
+    arrays = named(jax.eval_shape(lambda: new_drafter(shape, rngs=nnx.Rngs(0))))
     weights = {}
     for name, array in arrays.items():
         if name == "draft_ids":
@@ -62,9 +63,9 @@ def random_weights(shape: DrafterShape, seed: int = 0) -> dict[str, np.ndarray]:
     return weights
 
 
-def make_drafter(shape: DrafterShape, weights: dict[str, np.ndarray]) -> Drafter:
+def make_drafter(shape: DrafterShape, weights: dict[str, np.ndarray]) -> AnyDrafter:
     """The drafter with these weights on the current mesh."""
-    empty = abstract(lambda: Drafter(shape, rngs=nnx.Rngs(0)))
+    empty = abstract(lambda: new_drafter(shape, rngs=nnx.Rngs(0)))
     placed = {
         name: jax.device_put(weights[name], array.sharding) for name, array in named(empty).items()
     }

@@ -59,6 +59,8 @@ def preflight(
         why = f"speculators_model_type={said!r}, architectures={classes!r}: neither DSpark nor "
         why += "DFlash; an engine that does not know the type serves without speculation"
         remedy = "correct the name; no other kind is judged here, nothing else was checked"
+        if said == "eagle3" or "Eagle3" in str(classes):
+            why, remedy = "EAGLE-3 drafters are not judged here", "nothing else was checked"
         return [Finding(REFUSE, "kind of drafter", _CONFIG, why, remedy), *findings]
     for check in CHECKS:
         findings += check(drafter, target)

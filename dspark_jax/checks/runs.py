@@ -50,7 +50,7 @@ def check_run(
         findings += [Finding(REFUSE, "RoPE", f"{_CONFIG}: rope", why, remedy)]
     if made_with is not None:
         findings += targets.check_record(drafter, target)
-    else:
+    elif shape.config.algorithm == "dspark":
         findings += check_servable(drafter, target)
     return sorted(findings, key=lambda finding: finding.severity != REFUSE)
 
@@ -108,6 +108,7 @@ def _facts(shape: DrafterShape, made_with: Fingerprint | None) -> DrafterFacts:
     """A run's drafter as preflight knows drafters, in the flat layout, without its tensors."""
     config = shape.config
     heads = config.markov_rank or config.confidence_head or config.sample_from_anchor
+    kind = "dspark" if heads else "dflash"
     said = dict.fromkeys(FIELDS) | {
         "target_layer_ids": list(config.target_layer_ids),
         "num_target_layers": shape.target_layers,
@@ -132,7 +133,7 @@ def _facts(shape: DrafterShape, made_with: Fingerprint | None) -> DrafterFacts:
     return DrafterFacts(
         file=_NoFile(said),
         layout="deepspec",
-        kind="dspark" if heads else "dflash",
+        kind=kind if config.algorithm == "dspark" else config.algorithm,
         said=said,
         tensors={},
         tables={},

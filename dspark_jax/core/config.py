@@ -13,6 +13,7 @@ from typing import Any
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.semantics import SEMANTICS, Experiment, completed
 
+ALGORITHMS = ("dspark", "eagle3")
 MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
 
 
@@ -60,10 +61,41 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Eagle3Config:
+    """What only EAGLE-3 drafters have (models/eagle3.py); the names are those of public files.
+
+    Attributes:
+      step_loss_decay: in training, step k of a chain weighs step_loss_decay ** k.
+      qk_norm: per-head norms of queries and keys (Qwen3 layers); False = Llama layers.
+      norm_before_residual: the residual stream starts from the normalised hidden state.
+      norm_before_fc: one RMSNorm over the concatenated taps; fc_norm: one for each tap instead.
+      norm_output: the next step is fed the state after the final norm (EAGLE-3.1), not before it.
+    """
+
+    step_loss_decay: float = 0.8
+    qk_norm: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step_loss_decay <= 1:
+            raise UserError(
+                f"drafter.eagle3.step_loss_decay={self.step_loss_decay}: above 0, at most 1"
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise UserError("drafter.eagle3: norm_before_fc and fc_norm exclude each other")
+
+
+@dataclasses.dataclass(frozen=True)
 class DrafterConfig:
     """The drafter's shape. Taps and mask id have no default: guessing them is a known fault.
 
     Attributes:
+      algorithm: dspark (DFlash is the one without heads) or eagle3, which drafts a chain of
+        `block_size` tokens with one layer and has no mask token (mask_token_id=-1), no Markov and
+        no confidence head.
       target_layer_ids: tapped layers, 0-based: i = output of decoder layer i, -1 = embeddings.
       mask_token_id: row of the target's embedding fed to the slots after the anchor.
       block_size: slots of a block (gamma for anchor-first, gamma + 1 for fill-in).
@@ -108,8 +140,11 @@ class DrafterConfig:
     init_from: str = ""
     init_new: str = ""
     dtype: str = "bfloat16"
+    algorithm: str = "dspark"
+    eagle3: Eagle3Config = Eagle3Config()
 
     def __post_init__(self) -> None:
+        check_choice("drafter.algorithm", self.algorithm, ALGORITHMS)
         check_choice("drafter.markov_head", self.markov_head, MARKOV_HEADS)
         check_choice("drafter.init", self.init, ("normal", "target"))
         check_choice("drafter.head_init", self.head_init, ("normal", "uniform"))
@@ -128,6 +163,27 @@ class DrafterConfig:
             raise UserError(f"drafter.block_size={self.block_size}: at least {least}")
         if self.num_layers < 1:
             raise UserError(f"drafter.num_layers={self.num_layers}: at least 1")
+        if self.algorithm == "eagle3":
+            self._check_eagle3()
+        elif self.eagle3 != Eagle3Config():
+            raise UserError("drafter.eagle3 is set, but drafter.algorithm is not 'eagle3'")
+
+    def _check_eagle3(self) -> None:
+        """Nothing that EAGLE-3 lacks is silently ignored."""
+        for name, fits in (
+            ("mask_token_id", -1),
+            ("markov_head", "none"),
+            ("confidence_head", False),
+            ("sample_from_anchor", True),
+            ("num_layers", 1),  # the public layouts do not agree on what a second one sees
+            ("init", "normal"),
+            ("head_init", "normal"),
+        ):
+            if getattr(self, name) != fits:
+                raise UserError(
+                    f"drafter.{name}={getattr(self, name)!r}: EAGLE-3 needs {fits!r} (the variant "
+                    "'eagle3' of a config file sets all of its fields)"
+                )
 
     @property
     def num_proposals(self) -> int:
@@ -149,7 +205,8 @@ class LossConfig:
         follow. The default of speculators.
       confidence: weight of the binary cross-entropy of the confidence head, whose label is the
         acceptance probability 1 - sum |p_d - p_t| / 2, without gradient.
-      decay: the k-th proposal weighs exp(-k / decay); 0 = all weigh the same.
+      decay: the k-th proposal weighs exp(-k / decay); 0 = all weigh the same. EAGLE-3 has
+        drafter.eagle3.step_loss_decay instead.
       distance: what `l1` weighs: "l1" = sum |p_d - p_t|, "tv" = half of it, the total variation.
       ce_label: "data" = the data's token, "target" = the token that p_t says is most probable.
       teacher: p_t under a pruned vocabulary: "whole" = over all the target can say, so that what
@@ -204,6 +261,10 @@ class LossConfig:
     def distance_scale(self) -> float:
         """What the distance is of sum |p_d - p_t|."""
         return 0.5 if self.distance == "tv" else 1.0
+
+
+# Of EAGLE-3: the target's distribution is all that it is taught (DeepSpec and speculators alike).
+EAGLE3_LOSS = LossConfig(ce=0.0, l1=0.0, kl=1.0, confidence=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +338,23 @@ class RunConfig:
                 f"train.global_batch_size={t.global_batch_size} is not a multiple of "
                 f"train.accumulation={t.accumulation}"
             )
+        if self.drafter.algorithm == "eagle3":
+            self._check_eagle3()
+
+    def _check_eagle3(self) -> None:
+        """Refuses what is defined for blocks alone: chains are not moved, nor cut otherwise."""
+        if self.semantics:
+            raise UserError(
+                f"semantics={self.semantics!r}: presets are of DSpark and DFlash; leave it empty "
+                "for EAGLE-3 and set fields of loss by themselves"
+            )
+        for name in ("anchors", "supervision", "mask_at", "cross_documents"):
+            value, fits = getattr(self.loss, name), getattr(LossConfig(), name)
+            if value != fits:
+                raise UserError(
+                    f"loss.{name}={value!r}: EAGLE-3 needs {fits!r}; only the blocks of DSpark and "
+                    "DFlash are supervised otherwise"
+                )
 
 
 def from_mapping(cls: type, mapping: Mapping[str, Any], prefix: str = "config") -> Any:

@@ -1,14 +1,15 @@
 """The public DSpark recipe as a starting point of config files, and its ablations by name."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
 
 from ml_collections import config_dict
 
-from dspark_jax.core.config import default_config
+from dspark_jax.core.config import EAGLE3_LOSS, default_config
 from dspark_jax.core.errors import UserError
 
-VARIANTS = ("no_markov", "dflash", "gated", "rnn", "no_confidence", "block16", "depthN")
+VARIANTS = ("no_markov", "dflash", "eagle3", "gated", "rnn", "no_confidence", "block16", "depthN")
 
 
 def public_recipe(
@@ -41,6 +42,21 @@ def public_recipe(
     return c
 
 
+def eagle3(c: config_dict.ConfigDict) -> None:
+    """Makes the config's drafter an EAGLE-3 one, with the same taps, data and tokens per round."""
+    c.drafter.update(
+        algorithm="eagle3",
+        mask_token_id=-1,
+        markov_head="none",
+        markov_rank=0,
+        confidence_head=False,
+        sample_from_anchor=True,
+        num_layers=1,
+        init="normal",
+    )
+    c.loss.update(dataclasses.asdict(EAGLE3_LOSS))
+
+
 def _apply(c: config_dict.ConfigDict, name: str) -> None:
     depth = re.fullmatch(r"depth([1-9]\d*)", name)
     if name == "no_markov":
@@ -53,6 +69,8 @@ def _apply(c: config_dict.ConfigDict, name: str) -> None:
             sample_from_anchor=False,
             block_size=c.drafter.block_size + 1,
         )
+    elif name == "eagle3":
+        eagle3(c)
     elif name in ("gated", "rnn"):
         c.drafter.markov_head = name
     elif name == "no_confidence":

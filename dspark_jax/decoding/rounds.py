@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.core.sharding import spec
+from dspark_jax.decoding.chain import propose_chain
 from dspark_jax.decoding.plain import Generated, prefill
 from dspark_jax.decoding.sampling import (
     Purpose,
@@ -22,7 +23,8 @@ from dspark_jax.decoding.sampling import (
 )
 from dspark_jax.decoding.verify import Reason, at_slot, truncate, verify, verify_greedy
 from dspark_jax.models.cache import KVCache
-from dspark_jax.models.drafter import Drafter
+from dspark_jax.models.drafters import AnyDrafter
+from dspark_jax.models.eagle3 import Eagle3Drafter, Eagle3State
 from dspark_jax.models.target import Target, TargetHead
 
 
@@ -59,7 +61,7 @@ class RoundState:
 
     anchor: jax.Array  # i32[B], sampled, not yet run; its position is target_cache.length
     target_cache: KVCache
-    draft_cache: KVCache  # the context of the drafter, as long as the target's
+    draft_cache: KVCache | Eagle3State  # the drafter's context, as long as the target's
     out: Generated
     stats: RoundStats
 
@@ -76,7 +78,7 @@ class Draft:
 
 def start(
     target: Target,
-    drafter: Drafter,
+    drafter: AnyDrafter,
     prompts: jax.Array,
     lengths: jax.Array,
     params: SamplingParams,
@@ -106,20 +108,28 @@ def start(
         out_size=max_new + proposals + 1,
         taps=drafter.config.target_layer_ids,
     )
-    draft_cache = drafter.extend(drafter.empty_cache(batch, capacity), taps).advance(lengths)
+    last = jnp.arange(width) == lengths[:, None] - 1
+    following = jnp.where(last, state.last[:, None], jnp.roll(prompts, -1, axis=1))
+    draft_cache = drafter.begin(target.head, taps, following, lengths, capacity)
     stats = RoundStats.zeros(batch, proposals)
     return RoundState(state.last, state.cache, draft_cache, state.out, stats)
 
 
 def propose(
-    drafter: Drafter, head: TargetHead, anchor: jax.Array, cache: KVCache, params: SamplingParams
+    drafter: AnyDrafter,
+    head: TargetHead,
+    anchor: jax.Array,
+    cache: KVCache | Eagle3State,
+    params: SamplingParams,
 ) -> Draft:
-    """One parallel backbone pass, then left to right with the sequential head.
+    """One parallel backbone pass, then left to right with the sequential head; or a chain.
 
     Args:
       head: `drafter.head` of the target's.
       anchor: i32[B], the token at cache.length.
     """
+    if isinstance(drafter, Eagle3Drafter):
+        return Draft(*propose_chain(drafter, head, anchor, cache, params), None)
     first = drafter.config.block_size - drafter.config.num_proposals  # 1 in fill-in mode
     hidden = drafter.draft_hidden(head, anchor, cache)[:, first:]
     base = _whole_vocabulary(head.logits(hidden))
@@ -153,14 +163,14 @@ def propose(
 
 
 @jax.jit
-def draft_head(target: Target, drafter: Drafter) -> TargetHead:
+def draft_head(target: Target, drafter: AnyDrafter) -> TargetHead:
     """The head that `propose` and `speculative_round` take, for rounds driven from Python."""
     return drafter.head(target.head)
 
 
 def speculative_round(
     target: Target,
-    drafter: Drafter,
+    drafter: AnyDrafter,
     head: TargetHead,
     state: RoundState,
     params: SamplingParams,
@@ -204,7 +214,7 @@ def speculative_round(
     return RoundState(
         anchor=jnp.where(count > 0, last, state.anchor),
         target_cache=output.cache.advance(count),
-        draft_cache=drafter.extend(state.draft_cache, output.taps).advance(count),
+        draft_cache=drafter.commit(head, state.draft_cache, output.taps, result.tokens, count),
         out=_append(state.out, result.tokens, count, reason),
         stats=_count(state.stats, state.out, result, count, reason),
     )
@@ -213,7 +223,7 @@ def speculative_round(
 @functools.partial(jax.jit, static_argnames="max_new")
 def generate_speculative(
     target: Target,
-    drafter: Drafter,
+    drafter: AnyDrafter,
     prompts: jax.Array,
     lengths: jax.Array,
     params: SamplingParams,

@@ -13,7 +13,8 @@ from flax import nnx
 
 from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.sharding import einsum, gather_rows, param, spec
+from dspark_jax.core.sharding import einsum, param, spec
+from dspark_jax.models import vocabulary
 from dspark_jax.models.cache import KVCache, LayerCache, write
 from dspark_jax.models.heads import ConfidenceHead, MarkovHead
 from dspark_jax.models.layers import Attention, Mlp, RopeConfig, rms_norm, rope_angles
@@ -50,7 +51,8 @@ class DrafterShape:
         """
         config = dataclasses.replace(config, init_from="", init_new="")
         check_taps(config.target_layer_ids, target.num_layers)
-        if not 0 <= config.mask_token_id < target.vocab_size:
+        masked = config.algorithm == "dspark"
+        if masked and not 0 <= config.mask_token_id < target.vocab_size:
             raise UserError(
                 f"drafter.mask_token_id={config.mask_token_id} has no row in the target's "
                 f"embedding ({target.vocab_size} rows): choose an unused id below that"
@@ -216,34 +218,22 @@ class Drafter(nnx.Module):
 
         A copy of the rows where the vocabulary is pruned: take it once, outside of loops.
         """
-        if not self.shape.pruned:
-            return target
-        rows = target.weight.at[self.draft_ids[...]].get(out_sharding=spec("vocab", "embed"))
-        return dataclasses.replace(target, lm_head=rows)
+        return vocabulary.head(target, self._ids())
 
     def to_target(self, draft: jax.Array) -> jax.Array:
         """Draft ids i32[B, ...] as target ids."""
-        if not self.shape.pruned:
-            return draft
-        return gather_rows(self.draft_ids[...], draft, ("batch", *[None] * (draft.ndim - 1)))
+        return vocabulary.to_target(draft, self._ids())
 
     def to_draft(self, tokens: jax.Array) -> jax.Array:
         """Target ids i32[B, ...] as draft ids, -1 for those it cannot propose."""
-        if not self.shape.pruned:
-            return tokens
-        ids = self.draft_ids[...]
-        table = jnp.full(self.shape.vocab_size, -1, jnp.int32)
-        table = table.at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
-        return gather_rows(table, tokens, ("batch", *[None] * (tokens.ndim - 1)))
+        return vocabulary.to_draft(tokens, self._ids(), self.shape.vocab_size)
 
     def scatter(self, probs: jax.Array) -> jax.Array:
         """Probabilities f32[B, ..., V_d] over target ids, f32[B, ..., V]; 0 where it cannot go."""
-        if not self.shape.pruned:
-            return probs
-        *leading, _ = probs.shape
-        axes = ("batch", *[None] * len(leading))
-        whole = jnp.zeros((*leading, self.shape.vocab_size), probs.dtype, out_sharding=spec(*axes))
-        return whole.at[..., self.draft_ids[...]].set(probs, out_sharding=spec(*axes))
+        return vocabulary.scatter(probs, self._ids(), self.shape.vocab_size)
+
+    def _ids(self) -> jax.Array | None:
+        return self.draft_ids[...] if self.shape.pruned else None
 
     def context(self, taps: jax.Array, positions: jax.Array) -> tuple[LayerCache, ...]:
         """Keys and values of context tokens for every layer, projected once per token.
@@ -332,6 +322,33 @@ class Drafter(nnx.Module):
             for old, layer in zip(cache.layers, new, strict=True)
         )
         return dataclasses.replace(cache, layers=layers)
+
+    def begin(
+        self, head: TargetHead, taps: jax.Array, following: jax.Array, lengths: jax.Array, size: int
+    ) -> KVCache:
+        """The context of prompts that the target has run, for `size` positions.
+
+        Args:
+          head: the target's.
+          taps: [B, T, L, D], right-padded; lengths: i32[B], how many of them count.
+          following: i32[B, T], the token after each position (of no interest to this drafter).
+        """
+        empty = self.empty_cache(taps.shape[0], size)
+        return self.commit(head, empty, taps, following, lengths)
+
+    def commit(
+        self,
+        head: TargetHead,
+        state: KVCache,
+        taps: jax.Array,
+        following: jax.Array,
+        count: jax.Array,
+    ) -> KVCache:
+        """`state` and the first `count` i32[B] of the positions that the target has just run.
+
+        Arguments as for `begin`.
+        """
+        return self.extend(state, taps).advance(count)
 
     def draft_hidden(self, head: TargetHead, anchor: jax.Array, cache: KVCache) -> jax.Array:
         """Hidden states [B, G, D] of one block per row.

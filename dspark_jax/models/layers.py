@@ -197,21 +197,23 @@ class Attention(nnx.Module):
         v_norm: bool = False,
         k_eq_v: bool = False,
         own_kv: bool = True,
+        inputs: int = 0,
     ):
-        """The last three are Gemma 4's.
+        """The last of the flags are Gemma 4's.
 
         Args:
           norm_offset: of the per-head norms; scale: of the scores, both as below.
           v_norm: values are normalised per head, without a factor.
           k_eq_v: the projection of keys gives the values too.
           own_kv: False = the layer sees keys and values of another one.
+          inputs: width of what it reads; 0 = hidden, the width of what it writes.
         """
-        group = num_heads // num_kv_heads
+        group, inputs = num_heads // num_kv_heads, inputs or hidden
         heads = (num_kv_heads, group, head_dim)
         ones = nnx.initializers.ones if not norm_offset else nnx.initializers.zeros
         self.norm_offset, self.scale, self.v_norm = norm_offset, scale, v_norm
-        self.q = param(init, rngs, (*heads, hidden), ("heads", None, None, "embed"), dtype)
-        kv_shape, kv_axes = (num_kv_heads, head_dim, hidden), ("heads", None, "embed")
+        self.q = param(init, rngs, (*heads, inputs), ("heads", None, None, "embed"), dtype)
+        kv_shape, kv_axes = (num_kv_heads, head_dim, inputs), ("heads", None, "embed")
         if own_kv:
             self.k = param(init, rngs, kv_shape, kv_axes, dtype)
         if own_kv and not k_eq_v:

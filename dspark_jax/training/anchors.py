@@ -120,6 +120,7 @@ def slot_weights(
 ) -> SlotWeights:
     """exp(-k / decay) of the k-th proposal on supervised slots, 0 elsewhere, normalised.
 
+    Of EAGLE-3 it is step_loss_decay ** k, as its public recipes have it.
     Over the global batch nothing is divided here: sums of any part of it add up. Otherwise each
     micro-batch or row counts as 1 in the average, rows without a generated token left out.
 
@@ -129,6 +130,8 @@ def slot_weights(
     slot = jnp.arange(config.block_size, dtype=jnp.float32)
     proposal = slot if config.sample_from_anchor else slot - 1
     decayed = jnp.exp(-proposal / loss.decay) if loss.decay else jnp.ones_like(slot)
+    if config.algorithm == "eagle3":
+        decayed = config.eagle3.step_loss_decay**proposal
     weights = jnp.where(blocks.supervised, decayed, 0.0)
     counted = weights if loss.denominator == "weights" else blocks.supervised.astype(jnp.float32)
     if loss.average_over == "batch":

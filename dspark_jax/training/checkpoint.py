@@ -27,7 +27,8 @@ from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import write_json
 from dspark_jax.core.sharding import abstract
 from dspark_jax.core.trees import from_plain, named, to_plain, with_arrays
-from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.drafters import AnyDrafter, new_drafter
 from dspark_jax.models.target_config import TargetConfig
 from dspark_jax.training.step import TrainState
 from dspark_jax.weights.fingerprint import Fingerprint
@@ -237,7 +238,7 @@ def load_arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
     return dict(arrays)
 
 
-def load_drafter(record: RunRecord, workdir: Path, step: int) -> Drafter:
+def load_drafter(record: RunRecord, workdir: Path, step: int) -> AnyDrafter:
     """The drafter of a checkpoint on the current mesh."""
     where = f"{workdir}: checkpoint {step} does not fit config.json"
     return _filled(abstract_drafter(record.shape), load_arrays(workdir, step), where)
@@ -253,7 +254,7 @@ def start_from(state: TrainState, arrays: dict[str, np.ndarray], where: str) -> 
     return dataclasses.replace(state, drafter=drafter)
 
 
-def _filled(template: Drafter, arrays: dict[str, np.ndarray], where: str) -> Drafter:
+def _filled(template: AnyDrafter, arrays: dict[str, np.ndarray], where: str) -> AnyDrafter:
     """The drafter with host arrays where `template` has its own; shorter floats become longer."""
     wanted = named(template)
     if other := sorted(set(wanted) ^ set(arrays)):
@@ -282,11 +283,11 @@ def _scheduled_from(opt_state: Any, step: int) -> Any:
     return jax.tree.map(at, opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
 
 
-def abstract_drafter(shape: DrafterShape) -> Drafter:
+def abstract_drafter(shape: DrafterShape) -> AnyDrafter:
     """Shapes and shardings of a drafter on the current mesh."""
     from flax import nnx
 
-    return abstract(lambda key: Drafter(shape, rngs=nnx.Rngs(key)), jax.random.key(0))
+    return abstract(lambda key: new_drafter(shape, rngs=nnx.Rngs(key)), jax.random.key(0))
 
 
 def save_drafter(workdir: Path, arrays: dict[str, np.ndarray], step: int = 0) -> None:

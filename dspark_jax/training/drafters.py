@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from dspark_jax.core.config import (
+    EAGLE3_LOSS,
     DataConfig,
     DrafterConfig,
+    LossConfig,
     RunConfig,
     TrainConfig,
     from_mapping,
@@ -203,8 +205,10 @@ def _record_of_folder(drafter: ImportedDrafter, target: str | None) -> RunRecord
     described = read_json(directory / "config.json")
     own = described.get("dtype") or described.get("torch_dtype")
     target_dtype = own if own in DTYPES else "bfloat16"
+    taught = EAGLE3_LOSS if drafter.shape.config.algorithm == "eagle3" else LossConfig()
     config = recipe or RunConfig(
         target=name,
+        loss=taught,
         data=DataConfig(prompts=""),  # unknown to the files
         drafter=dataclasses.replace(drafter.shape.config, dtype=drafter.compute_dtype),
         target_dtype=target_dtype,

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from dspark_jax.core.config import LossConfig
 from dspark_jax.features.source import Batch
 from dspark_jax.kernels.vocab_loss import Teacher, VocabTerms, vocab_loss
-from dspark_jax.models.drafter import Drafter
+from dspark_jax.models.drafters import AnyDrafter
 from dspark_jax.models.target import TargetHead
 from dspark_jax.training.anchors import Blocks, SlotWeights
+from dspark_jax.training.eagle3 import chain_hidden
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +40,7 @@ class Sums:
 
 
 def dspark_loss(
-    drafter: Drafter,
+    drafter: AnyDrafter,
     head: TargetHead,
     batch: Batch,
     blocks: Blocks,
@@ -64,9 +65,12 @@ def dspark_loss(
     take = jax.vmap(lambda values, index: values[index])
     anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
     anchor_positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
-    padding = (batch.documents == 0)[..., None, None]
-    context = drafter.context(jnp.where(padding, 0, batch.taps), batch.positions)
-    hidden = drafter.backbone(head, anchor_tokens, anchor_positions, context, blocks.visible)
+    if drafter.config.algorithm == "eagle3":
+        hidden = chain_hidden(drafter, head, batch, blocks)
+    else:
+        padding = (batch.documents == 0)[..., None, None]
+        context = drafter.context(jnp.where(padding, 0, batch.taps), batch.positions)
+        hidden = drafter.backbone(head, anchor_tokens, anchor_positions, context, blocks.visible)
     # Masked before use: whatever padding or a slot behind the last supervised one holds has no
     # influence, not even as 0 * NaN. The state of an rnn head passes through those before it.
     reached = jax.lax.cummax(blocks.supervised.astype(jnp.int32), axis=2, reverse=True)

@@ -16,7 +16,8 @@ from flax import nnx
 from dspark_jax.core.config import DrafterConfig, LossConfig, TrainConfig
 from dspark_jax.core.trees import trainable, with_tables
 from dspark_jax.features.source import Batch
-from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.drafters import AnyDrafter, new_drafter
 from dspark_jax.models.target import Target, TargetHead
 from dspark_jax.models.warm_start import warm_start
 from dspark_jax.training.anchors import (
@@ -26,6 +27,7 @@ from dspark_jax.training.anchors import (
     sample_anchors,
     slot_weights,
 )
+from dspark_jax.training.eagle3 import may_start
 from dspark_jax.training.losses import Sums, dspark_loss
 
 
@@ -35,7 +37,7 @@ class TrainState:
     """Everything an update changes; donated to the step."""
 
     step: jax.Array  # i32[], updates made
-    drafter: Drafter
+    drafter: AnyDrafter
     opt_state: optax.OptState
 
 
@@ -81,7 +83,7 @@ def init_state(
     Args:
       draft_ids: i32[V_d] ascending, where the drafter's vocabulary is pruned.
     """
-    drafter = Drafter(shape, rngs=nnx.Rngs(key))
+    drafter = new_drafter(shape, rngs=nnx.Rngs(key))
     if shape.config.init == "target":
         drafter = warm_start(drafter, target)
     if shape.pruned:
@@ -116,7 +118,7 @@ def train_step(
     total = weights.unit.sum()
 
     # 2. Loss and gradient: shares of micro-batches add up.
-    def share(params: Drafter, micro) -> tuple[jax.Array, Sums]:
+    def share(params: AnyDrafter, micro) -> tuple[jax.Array, Sums]:
         batch, blocks, weights = micro
         drafter = with_tables(params, state.drafter)
         return dspark_loss(drafter, head, batch, blocks, weights, total, recipe.loss, recipe.chunk)
@@ -151,7 +153,7 @@ def train_step(
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
-def validation_step(drafter: Drafter, head: TargetHead, batch: Batch, *, recipe: Recipe) -> Sums:
+def validation_step(drafter: AnyDrafter, head: TargetHead, batch: Batch, *, recipe: Recipe) -> Sums:
     """Sums over one batch with fixed anchors; uses no training randomness."""
     blocks, weights = _all_blocks(jax.random.key(0), batch, drafter.config, recipe)
     micro, _ = _split_first((batch, blocks, weights))
@@ -166,7 +168,8 @@ def _all_blocks(
     room = config.block_size if recipe.loss.anchors == "block" else None
 
     def one(loss_mask, documents, rows):
-        chosen = sample_anchors(key, loss_mask, documents, rows, recipe.num_anchors, room)
+        starts = may_start(loss_mask, documents) if config.algorithm == "eagle3" else loss_mask
+        chosen = sample_anchors(key, starts, documents, rows, recipe.num_anchors, room)
         return make_blocks(*chosen, loss_mask, documents, config, recipe.loss)
 
     blocks = jax.lax.map(lambda x: one(*x), (batch.loss_mask, batch.documents, batch.rows))

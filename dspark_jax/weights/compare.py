@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dspark_jax.core.config import Eagle3Config
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import abstract, place
 from dspark_jax.core.trees import named, with_arrays
-from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.drafters import AnyDrafter, new_drafter
+from dspark_jax.models.eagle3 import Eagle3Drafter
 from dspark_jax.models.layers import RopeConfig
 from dspark_jax.models.target import TargetHead
 
@@ -44,6 +47,7 @@ def canonical(shape: DrafterShape) -> DrafterShape:
         confidence_detach=False,
         init="normal",
         head_init="normal",
+        eagle3=dataclasses.replace(config.eagle3, step_loss_decay=Eagle3Config.step_loss_decay),
         vocab_size=shape.draft_vocab if shape.pruned else 0,
         intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,
@@ -76,12 +80,12 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def empty_drafter(shape: DrafterShape) -> Drafter:
+def empty_drafter(shape: DrafterShape) -> AnyDrafter:
     """Shapes and shardings of a drafter on the current mesh; no arrays."""
-    return abstract(lambda key: Drafter(shape, rngs=nnx.Rngs(key)), jax.random.key(0))
+    return abstract(lambda key: new_drafter(shape, rngs=nnx.Rngs(key)), jax.random.key(0))
 
 
-def build_drafter(shape: DrafterShape, arrays: dict[str, np.ndarray]) -> Drafter:
+def build_drafter(shape: DrafterShape, arrays: dict[str, np.ndarray]) -> AnyDrafter:
     """A drafter on the current mesh from host arrays by name; shorter floats become float32.
 
     Raises:
@@ -127,6 +131,7 @@ class Probe:
     head: TargetHead
     taps: jax.Array  # f32[B, T, L, D]
     tokens: jax.Array  # i32[B, P], the anchor and the tokens drafted after it but the last
+    before: jax.Array  # i32[B, T], the tokens of the context
 
     @classmethod
     def of(cls, shape: DrafterShape, seed: int = 0) -> "Probe":
@@ -142,11 +147,12 @@ class Probe:
             ),
             place(rng.standard_normal(taps, np.float32), "batch", None, None, None),
             place(tokens.astype(np.int32), "batch", None),
+            place(rng.integers(0, shape.vocab_size, taps[:2], np.int32), "batch", None),
         )
 
 
 @jax.jit
-def draft_outputs(drafter: Drafter, probe: Probe) -> tuple[jax.Array, jax.Array | None]:
+def draft_outputs(drafter: AnyDrafter, probe: Probe) -> tuple[jax.Array, jax.Array | None]:
     """What a drafter answers when its own tokens are given, slot by slot as in decoding.
 
     Returns:
@@ -158,6 +164,14 @@ def draft_outputs(drafter: Drafter, probe: Probe) -> tuple[jax.Array, jax.Array 
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     anchor_at = jnp.full((batch, 1), length)
     visible = jnp.ones((batch, 1, length), bool)
+    if isinstance(drafter, Eagle3Drafter):
+        following = jnp.concatenate([probe.before[:, 1:], tokens[:, :1]], axis=1)
+        features = drafter.features(probe.taps)
+        context = drafter.context(probe.head, features, following, positions)
+        hidden = drafter.unroll(
+            probe.head, features[:, -1:], tokens[:, None], anchor_at - 1, context, visible
+        )
+        return drafter.head(probe.head).logits(hidden[:, 0]), None
     context = drafter.context(probe.taps, positions)
     hidden = drafter.backbone(probe.head, tokens[:, :1], anchor_at, context, visible)[:, 0]
     hidden = hidden[:, config.block_size - config.num_proposals :]  # fill-in: slot 0 is silent
@@ -173,7 +187,7 @@ def draft_outputs(drafter: Drafter, probe: Probe) -> tuple[jax.Array, jax.Array 
     return logits, drafter.confidence_logits(hidden, rows) if config.confidence_head else None
 
 
-def largest_difference(drafter: Drafter, other: Drafter, probe: Probe) -> float:
+def largest_difference(drafter: AnyDrafter, other: AnyDrafter, probe: Probe) -> float:
     """The largest difference in logits or confidence logits on one input; NaN never agrees."""
     answers = [jax.device_get(draft_outputs(one, probe)) for one in (drafter, other)]
     largest = 0.0

@@ -18,8 +18,8 @@ from dspark_jax.models.rope_config import rope_from_hf
 from dspark_jax.weights.safetensors import read_json
 
 # Which class of the flat layout is which algorithm; the names are for the message.
-_CLASSES = {"DSpark": "dspark", r"DFlash(?!2)": "dflash"}
-_CLASS_NAMES = ("Qwen3DSparkModel", "DFlashDraftModel")
+_CLASSES = {"DSpark": "dspark", r"DFlash(?!2)": "dflash", "Eagle3Model$": "eagle3"}
+_CLASS_NAMES = ("Qwen3DSparkModel", "DFlashDraftModel", "Qwen3Eagle3Model")
 _SPECULATORS_MARKS = ("speculators_config", "speculators_version", "transformer_layer_config")
 _SECTIONS = ("transformer_layer_config", "dflash_config", "dspark_config")
 _ROPE_KEYS = {
@@ -127,7 +127,7 @@ def read_shape(file: DrafterFile) -> DrafterShape:
         package cannot express. By name.
     """
     layout, algorithm = detect(file)
-    _check_expressible(file)
+    check_layers(file)
     rank, head, confidence, with_markov = _heads(file, algorithm)
     anchor = file.find("sample_from_anchor", bool)
     if anchor is None and layout == "deepspec":
@@ -144,7 +144,7 @@ def read_shape(file: DrafterFile) -> DrafterShape:
         raise UserError(f"{file.path}: draft_vocab_size={drafted}, vocab_size={vocab}")
     target_layers = file.find("num_target_layers", int) or 0
     config = DrafterConfig(
-        target_layer_ids=_taps(file, target_layers),
+        target_layer_ids=taps_of(file, target_layers),
         mask_token_id=file.require("mask_token_id", int),
         block_size=file.require("block_size", int, 1 if anchor else 2),
         num_layers=file.require("num_hidden_layers", int, 1),
@@ -160,15 +160,22 @@ def read_shape(file: DrafterFile) -> DrafterShape:
         head_dim=file.require("head_dim", int, 1),
         dtype="float32",
     )
-    positions = file.require("max_position_embeddings", int, 1)
     if config.mask_token_id >= vocab:
         raise UserError(f"{file.path}: mask_token_id={config.mask_token_id}, vocab_size={vocab}")
+    _check_proposals(file, config)
+    return complete(file, config, vocab, target_layers)
+
+
+def complete(
+    file: DrafterFile, config: DrafterConfig, vocab: int, target_layers: int
+) -> DrafterShape:
+    """The shape of a drafter of this config, with the sizes that are no options of its own."""
+    positions = file.require("max_position_embeddings", int, 1)
     if config.num_heads % config.num_kv_heads:
         raise UserError(
             f"{file.path}: num_attention_heads={config.num_heads} is no multiple of "
             f"num_key_value_heads={config.num_kv_heads}"
         )
-    _check_proposals(file, config)
     return DrafterShape(
         config=config,
         hidden_size=file.require("hidden_size", int, 1),
@@ -199,11 +206,12 @@ def _check_proposals(file: DrafterFile, config: DrafterConfig) -> None:
             )
 
 
-def _check_expressible(file: DrafterFile) -> None:
-    """Refuses what our drafter cannot be, by the flag."""
+def check_layers(file: DrafterFile, families: tuple[str, ...] = ("qwen3",)) -> str:
+    """The family of the layers. Refuses what our drafter's cannot be, by the flag."""
     layers = file.section("transformer_layer_config") or file.value
-    if layers.get("model_type", "qwen3") != "qwen3":
-        raise UserError(f"{file.path}: model_type={layers['model_type']!r}; only qwen3 layers")
+    family = layers.get("model_type", "qwen3")
+    if family not in families:
+        raise UserError(f"{file.path}: model_type={family!r}; only {' or '.join(families)} layers")
     hidden = file.require("hidden_size", int)
     for name, fits in (
         ("hidden_act", "silu"),
@@ -223,6 +231,7 @@ def _check_expressible(file: DrafterFile) -> None:
             f"{file.path}: layer_types={kinds}; only {count} (num_hidden_layers) times "
             "'full_attention' is supported"
         )
+    return family
 
 
 def _heads(file: DrafterFile, algorithm: str) -> tuple[int, str, bool, bool]:
@@ -249,7 +258,7 @@ def _heads(file: DrafterFile, algorithm: str) -> tuple[int, str, bool, bool]:
     return rank, head, confidence, with_markov
 
 
-def _taps(file: DrafterFile, target_layers: int) -> tuple[int, ...]:
+def taps_of(file: DrafterFile, target_layers: int) -> tuple[int, ...]:
     """Our 0-based layer ids from whichever convention the writer used.
 
     Whether they are layers of the target is seen here only where the file tells how many it has.

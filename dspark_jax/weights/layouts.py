@@ -2,6 +2,7 @@
 
     speculators   what `vllm serve DIR` reads: flags beside `transformer_layer_config`, layers
                   counted from 1; embedding and LM head are the target's and not in the file
+                  (but of EAGLE-3)
     deepspec      what DeepSpec, SGLang and vLLM read, as the released DeepSeek drafters are: one
                   flat config, layers counted from 0; embedding and LM head are in the file as well
 
@@ -15,11 +16,11 @@ from typing import Any
 
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
-from dspark_jax.models.layers import RopeConfig
-from dspark_jax.weights import names
-from dspark_jax.weights.compare import ROPE_FIELDS, sees_markov
+from dspark_jax.weights import eagle3_file, names
+from dspark_jax.weights.compare import sees_markov
 from dspark_jax.weights.drafter_file import DrafterFile, detect, read_shape
 from dspark_jax.weights.fingerprint import Fingerprint
+from dspark_jax.weights.layer_config import layer_config
 
 LAYOUTS = ("speculators", "deepspec")
 SPECULATORS_VERSION = "0.9.0"  # of the format
@@ -92,8 +93,10 @@ def read_config(file: DrafterFile) -> tuple[str, str, Any]:
 
 
 def algorithm_of(shape: DrafterShape) -> str:
-    """The kind of drafter: dflash for a bare fill-in backbone, else dspark."""
+    """The kind of drafter: eagle3, or dflash for a bare fill-in backbone, else dspark."""
     config = shape.config
+    if config.algorithm == "eagle3":
+        return "eagle3"
     bare = not config.markov_rank and not config.confidence_head
     return "dflash" if bare and not config.sample_from_anchor else "dspark"
 
@@ -143,42 +146,6 @@ def speculators_config(
         "dtype": dtype,
         "rope_theta": shape.rope.theta,  # where the JAX servers look
     }
-
-
-def layer_config(shape: DrafterShape) -> dict[str, Any]:
-    """The decoder layers, in the names of transformers' Qwen3Config."""
-    config = shape.config
-    return {
-        "model_type": "qwen3",
-        "hidden_size": shape.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_parameters": rope_parameters(shape.rope),
-        "layer_types": ["full_attention"] * config.num_layers,
-        "max_position_embeddings": shape.max_positions,
-        "vocab_size": shape.vocab_size,  # the target's
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        # Of a target that caps its logits (Gemma); readers without that field do not cap.
-        **({"final_logit_softcapping": shape.logit_softcap} if shape.logit_softcap else {}),
-    }
-
-
-def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
-    """RoPE in the names of transformers: what this kind reads, and nothing it does not."""
-    values = {name: getattr(rope, name) for name in ROPE_FIELDS[rope.kind]}
-    if "original_max_position" in values:
-        values["original_max_position_embeddings"] = values.pop("original_max_position")
-    if not values.get("attention_factor", True):
-        del values["attention_factor"]  # 0 = follows from the factor
-    if rope.partial_rotary_factor != 1.0:
-        values["partial_rotary_factor"] = rope.partial_rotary_factor
-    return {"rope_theta": rope.theta, "rope_type": rope.kind, **values}
 
 
 def _head_config(shape: DrafterShape) -> dict[str, Any]:
@@ -341,5 +308,25 @@ FORMATS: dict[tuple[str, str], Format] = {
         unservable=unservable,
         for_vllm=False,
         serve=_VLLM_FLAT % "dflash",
+    ),
+    ("speculators", "eagle3"): Format(
+        read_shape=eagle3_file.read_eagle3_shape,
+        config=eagle3_file.speculators_config,
+        tensors=names.EAGLE3,
+        shared=lambda _: (names.EMBED, names.LM_HEAD),
+        inexpressible=eagle3_file.capped,
+        unservable=_nothing,
+        for_vllm=True,
+        serve="vllm serve {folder}",
+    ),
+    ("deepspec", "eagle3"): Format(
+        read_shape=eagle3_file.read_eagle3_shape,
+        config=eagle3_file.deepspec_config,
+        tensors=names.EAGLE3,
+        shared=lambda _: (names.EMBED, names.LM_HEAD),
+        inexpressible=eagle3_file.not_flat,
+        unservable=eagle3_file.unservable_flat,
+        for_vllm=False,
+        serve="",
     ),
 }

@@ -95,6 +95,16 @@ DRAFTER = (
     Rule("confidence.bias", "confidence_head.proj.bias"),
 )
 
+# EAGLE-3, in both layouts.
+EAGLE3 = (
+    Rule("fc", "fc.weight"),
+    Rule("input_norm", "input_norm.weight"),
+    Rule("fc_norm.{}", "fc_norm.{}.weight"),
+    Rule("norm", "norm.weight"),
+    Rule("layers.{}.hidden_norm", "layers.{}.hidden_norm.weight"),
+    *_LAYER,
+)
+
 
 def to_file(table: tuple[Rule, ...], ours: str) -> tuple[str, int]:
     """Our dotted path -> the file's tensor name and the rule's `rows`."""

@@ -28,3 +28,18 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+_FIGURES: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def say():
+    """Takes a line that is printed below the results, also when the test passes."""
+    return _FIGURES.append
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What the tests measured."""
+    for line in _FIGURES:
+        terminalreporter.write_line(line)

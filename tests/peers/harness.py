@@ -57,7 +57,7 @@ def ask(
     values: dict[str, Any],
     arrays: dict[str, np.ndarray] | None = None,
     *,
-    timeout: float = 600,
+    timeout: float = 1800,
     **more: str,
 ) -> exchange.Message:
     """The answer of scripts/SCRIPT.py to a request, by way of `folder`.

@@ -97,13 +97,15 @@ def test_it_is_the_class_that_was_meant(name, cases, peer):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_are_the_same(name, cases, peer):
+def test_drafts_are_the_same(name, cases, peer, say):
     case, _, mine = cases[name]
     config = case.record.config.drafter
     first = config.block_size - config.num_proposals
     theirs = peer[1][f"{name}/logits"][:, first:]
     assert theirs.shape == mine["logits"].shape
     assert np.ptp(theirs, axis=-1).min() > 1, "logits too flat to tell anything"
+    gap = np.abs(mine["logits"] - theirs).max()
+    say(f"speculators, {name}: logits up to {np.abs(theirs).max():.1f} differ by {gap:.1e}")
     np.testing.assert_allclose(mine["logits"], theirs, atol=TOLERANCE, rtol=0)
     assert (f"{name}/confidence" in peer[1]) == config.confidence_head
     if config.confidence_head:

@@ -7,7 +7,7 @@ import tiny
 from exports import KINDS, make_case, ours, random_inputs, tiny_config
 
 from dspark_jax.data.opened import open_target
-from dspark_jax.weights.export import kind, unservable
+from dspark_jax.weights.layouts import algorithm_of, unservable
 
 NAMES = ["vanilla", "fill-in", "no confidence", "confidence alone", "pruned", "deep"]
 HEADS = {"drafter.head_dim": 32}  # as kernels for attention like it
@@ -21,8 +21,8 @@ def cases(quick_compilation, tmp_path_factory):
     made = {}
     for name in NAMES:
         config = tiny_config(folder / "tiny", KINDS[name] | HEADS)
-        assert kind(config.drafter) == "dspark" and not unservable(config.drafter)
         case = make_case(folder / name.replace(" ", "_"), config)
+        assert algorithm_of(case.record.shape) == "dspark" and not unservable(case.record.shape)
         given = random_inputs(case)
         made[name] = (case, given, ours(case, target.model.head, given))
     return made
