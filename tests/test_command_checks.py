@@ -13,6 +13,7 @@ import shutil
 
 import pytest
 import tiny
+from eagle3_reference import EAGLE3
 
 from dspark_jax import convert, evaluate, generate, prepare, train
 from dspark_jax.checks.runs import check_run
@@ -22,6 +23,7 @@ from dspark_jax.core.errors import UserError
 from dspark_jax.data.conversation import Conversation, Message
 from dspark_jax.data.dataset import load_dataset
 from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.layers import RopeConfig
 from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
 from dspark_jax.weights.safetensors import target_config
 
@@ -314,6 +316,18 @@ def test_several_refusals_are_one_line(good):
         tell(check_run(shape, facts), "config.drafter.")
     assert str(caught.value).startswith("config.drafter.hidden_size: 8, the target's is 32")
     assert str(caught.value).endswith("(1 of 2 refusals)")
+
+
+def test_eagle3_is_checked_as_well_but_for_what_it_lacks(good):
+    """It has no mask token, and DSpark's block without a Markov head is not what it is."""
+    changes = {f"drafter.{name}": value for name, value in EAGLE3.items()}
+    config = tiny.make_config(good / "target", good / "prompts.jsonl", changes).drafter
+    shape = DrafterShape.of(config, target_config(good / "target", "float32"))
+    facts = read_target(good / "target", "tiny")
+    assert check_run(shape, facts) == check_run(shape, facts, facts.fingerprint) == []
+    for field, value in (("hidden_size", 8), ("target_layers", 6), ("rope", RopeConfig(7.0))):
+        (finding,) = check_run(dataclasses.replace(shape, **{field: value}), facts)
+        assert finding.severity == "refuse"
 
 
 def test_the_template_in_the_fingerprint(good, tmp_path):

@@ -250,9 +250,10 @@ def test_what_is_defined_for_blocks_alone_is_refused(name, value, tmp_path):
 def test_other_divisors_are_those_of_dspark():
     """loss.denominator and average_over concern steps as they concern slots."""
     shape, batch = drafter_of("whole")[0], first_micro(make_batch(packed_rows()))
+    chosen = place(ANCHORS, "batch"), place(FILLED, "batch")
     for options in ({"denominator": "slots"}, {"average_over": "row"}):
         loss = dataclasses.replace(LOSS, **options)
-        blocks = make_blocks(ANCHORS, FILLED, batch.loss_mask, batch.documents, shape.config, loss)
+        blocks = make_blocks(*chosen, batch.loss_mask, batch.documents, shape.config, loss)
         one = jax.tree.map(lambda x: x[None], blocks)
         got = slot_weights(one, batch.loss_mask[None], shape.config, loss)
         on = np.asarray(blocks.supervised)
@@ -273,6 +274,7 @@ def test_train_evaluate_export_and_fine_tune(tmp_path, capsys):
     train(config, tmp_path / "a")
     assert read_record(tmp_path / "a").config == config
     convert(str(tmp_path / "a"), "speculators", tmp_path / "s", step="latest")
+    assert "dspark_jax:" not in capsys.readouterr().err  # no warning of what it is not
     again = {"drafter.init_from": str(tmp_path / "s"), "train.learning_rate": 0.0}
     again |= {"data.path": str(tmp_path / "a" / "data")}
     train(config_of(target, prompts, **again), tmp_path / "b")

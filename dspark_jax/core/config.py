@@ -177,7 +177,6 @@ class DrafterConfig:
             ("sample_from_anchor", True),
             ("num_layers", 1),  # the public layouts do not agree on what a second one sees
             ("init", "normal"),
-            ("head_init", "normal"),
         ):
             if getattr(self, name) != fits:
                 raise UserError(
@@ -347,6 +346,10 @@ class RunConfig:
             raise UserError(
                 f"semantics={self.semantics!r}: presets are of DSpark and DFlash; leave it empty "
                 "for EAGLE-3 and set fields of loss by themselves"
+            )
+        if self.drafter.head_init != "normal":
+            raise UserError(
+                f"drafter.head_init={self.drafter.head_init!r}: EAGLE-3 has neither of these heads"
             )
         for name in ("anchors", "supervision", "mask_at", "cross_documents"):
             value, fits = getattr(self.loss, name), getattr(LossConfig(), name)
