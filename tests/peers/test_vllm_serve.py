@@ -14,11 +14,11 @@ from dspark_jax.decoding.evaluation import Decoding, PromptSet, read_sets, run_s
 from dspark_jax.decoding.figures import Outcome, set_result
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 
-PROMPTS, NEW_TOKENS = 16, 48
-DOMAIN = "generator:{}:4"
-# A minute of training on a small domain: enough for a few tokens per round.
+# A drafter trained for a minute is served the prompts it was trained on: there it drafts well enough
+# for every position to count.
+PROMPTS, NEW_TOKENS = "generator:24:4", 48
 OVERRIDES = {
-    "data.prompts": DOMAIN.format(192),
+    "data.prompts": PROMPTS,
     "data.max_new_tokens": NEW_TOKENS,
     "data.sequence_length": 256,
     "drafter.markov_head": "none",
@@ -28,12 +28,13 @@ OVERRIDES = {
     "drafter.block_size": 5,
     "drafter.num_layers": 1,  # see test_why_one_layer
     "drafter.vocab_size": 4096,
-    "train.num_steps": 240,
+    "train.num_steps": 300,
     "train.num_anchors": 64,
     "train.learning_rate": 2.5e-3,
-    "train.validate_every": 120,
-    "train.checkpoint_every": 120,
-    "train.validation_rows": 4,
+    "train.validate_every": 300,
+    "train.checkpoint_every": 300,
+    "train.validation_rows": 1,
+    "data.validation_fraction": 0.1,
     "train.feature_memory_gb": 1.0,
 }
 # For a small machine and exact comparison; the one command is `vllm serve DIR`.
@@ -61,22 +62,21 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dflash")
     changes = [f"--config.{name}={value}" for name, value in OVERRIDES.items()]
     command("train", "--config=configs/smollm2.py", f"--workdir={folder / 'run'}", *changes)
-    command("convert", f"--workdir={folder}/run", "--to=speculators", f"--out={folder}/export")
+    command(
+        "convert",
+        f"--workdir={folder}/run",
+        "--to=speculators",
+        f"--out={folder}/export",
+        "--step=latest",
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Held-out prompts of the domain, as the target reads them."""
+    """The prompts, as the target reads them."""
     target = open_target("smollm2", "float32")
-    sets = read_sets(
-        target,
-        DOMAIN.format(PROMPTS),
-        split="test",
-        per_set=PROMPTS,
-        max_prompt_tokens=256,
-        seed=0,
-    )
+    sets = read_sets(target, PROMPTS, split="", per_set=24, max_prompt_tokens=256, seed=0)
     return tuple(prompt for one in sets for prompt in one.prompts)
 
 
@@ -84,8 +84,8 @@ def prompts():
 def evaluated(run, prompts) -> list[Outcome]:
     """What our own evaluation makes of the prompts."""
     record = read_record(run / "run")
-    drafter = load_drafter(record, run / "run", choose_step(run / "run", "best"))
-    how = Decoding(max_new_tokens=NEW_TOKENS, batch_size=10, plain=False)
+    drafter = load_drafter(record, run / "run", choose_step(run / "run", "latest"))
+    how = Decoding(max_new_tokens=NEW_TOKENS, batch_size=12, plain=False)
     sets = [PromptSet("all", prompts, ())]
     target = open_target("smollm2", "float32")
     outcomes = run_sets(target, drafter, sets, how).outcomes["all"]
