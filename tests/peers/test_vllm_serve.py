@@ -14,8 +14,8 @@ from dspark_jax.decoding.evaluation import Decoding, PromptSet, read_sets, run_s
 from dspark_jax.decoding.figures import Outcome, set_result
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 
-# A drafter trained for a minute is served the prompts it was trained on: there it drafts well enough
-# for every position to count.
+# A drafter trained for a minute is served the prompts it was trained on: there it drafts well
+# enough for every position to count.
 PROMPTS, NEW_TOKENS = "generator:24:4", 48
 OVERRIDES = {
     "data.prompts": PROMPTS,
