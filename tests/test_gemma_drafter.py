@@ -108,6 +108,7 @@ def run(drafter, head, batch, anchors, filled):
     return value, named(grads)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_match_the_loops():
     """Gradients by central differences of the reference in float64, along random directions."""
     shape, weights, drafter = drafter_of()
