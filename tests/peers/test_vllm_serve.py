@@ -1,6 +1,7 @@
 """`vllm serve DIR` with a DFlash drafter trained here: the same text, and the same acceptance."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,13 @@ import numpy as np
 import pytest
 
 from dspark_jax.data.opened import open_target
+from dspark_jax.data.prompts import load_prompts
 from dspark_jax.decoding.evaluation import Decoding, PromptSet, read_sets, run_sets
 from dspark_jax.decoding.figures import Outcome, set_result
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 
-# A drafter trained for a minute is served the prompts it was trained on: there it drafts well
-# enough for every position to count.
-PROMPTS, NEW_TOKENS = "generator:24:4", 48
+PROMPTS, NEW_TOKENS = 24, 48
 OVERRIDES = {
-    "data.prompts": PROMPTS,
     "data.max_new_tokens": NEW_TOKENS,
     "data.sequence_length": 256,
     "drafter.markov_head": "none",
@@ -60,7 +59,13 @@ def command(name: str, *arguments: str) -> str:
 def run(tmp_path_factory) -> Path:
     """A run with a trained DFlash drafter and its export beside it."""
     folder = tmp_path_factory.mktemp("dflash")
-    changes = [f"--config.{name}={value}" for name, value in OVERRIDES.items()]
+    lines = [
+        json.dumps({"id": one.id, "turns": [one.messages[0].content]})
+        for one in load_prompts(f"generator:{PROMPTS}:4")
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    changes = OVERRIDES | {"data.prompts": folder / "prompts.jsonl"}
+    changes = [f"--config.{name}={value}" for name, value in changes.items()]
     command("train", "--config=configs/smollm2.py", f"--workdir={folder / 'run'}", *changes)
     command(
         "convert",
@@ -73,10 +78,17 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prompts():
-    """The prompts, as the target reads them."""
+def prompts(run):
+    """Those that the drafter was trained on: after a minute, only there every position counts."""
     target = open_target("smollm2", "float32")
-    sets = read_sets(target, PROMPTS, split="", per_set=24, max_prompt_tokens=256, seed=0)
+    sets = read_sets(
+        target,
+        str(run / "prompts.jsonl"),
+        split="",
+        per_set=PROMPTS,
+        max_prompt_tokens=256,
+        seed=0,
+    )
     return tuple(prompt for one in sets for prompt in one.prompts)
 
 
@@ -95,8 +107,9 @@ def evaluated(run, prompts) -> list[Outcome]:
 
 def served(directory: Path, prompts, log: Path) -> Served:
     """One server's greedy answers, one prompt after the other."""
+    vllm = str(harness.HERE / "scripts/vllm_cli.py")
     address = harness.server(
-        "vllm", ["vllm", "serve", str(directory), *FLAGS], log, VLLM_CPU_KVCACHE_SPACE="1"
+        "vllm", [vllm, "serve", str(directory), *FLAGS], log, VLLM_CPU_KVCACHE_SPACE="1"
     )
     with address as address:
         name = harness.get(f"{address}/v1/models")["data"][0]["id"]
