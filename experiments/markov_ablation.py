@@ -30,8 +30,9 @@ from absl import flags
 
 from dspark_jax import train
 from dspark_jax.core.command import run_main
-from dspark_jax.core.config import DrafterConfig, LossConfig, RunConfig, TrainConfig, from_mapping
+from dspark_jax.core.config import DrafterConfig, RunConfig, TrainConfig, from_mapping
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.metrics import table, write_json
 from dspark_jax.core.pictures import COLOURS, MARKERS
 from dspark_jax.core.progress import progress

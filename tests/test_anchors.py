@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from reference import block_slots, candidates, context_of
 
-from dspark_jax.core.config import DrafterConfig, LossConfig
+from dspark_jax.core.config import DrafterConfig
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.training.anchors import Blocks, make_blocks, sample_anchors, slot_weights
 
 sample = jax.jit(sample_anchors, static_argnames=("num_anchors", "room"))

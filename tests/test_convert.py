@@ -578,7 +578,7 @@ def test_no_field_is_guessed(name, folder):
         (layer(layer_types=["full_attention"] * 2), ["num_hidden_layers"]),
         (layer(attention_bias=True), ["attention_bias=True"]),
         (layer(model_type="llama"), ["llama"]),
-        (top(speculators_model_type="eagle3"), ["eagle3"]),
+        (top(speculators_model_type="eagle3"), ["norm_before_residual"]),
         (top(mask_token_id=24), ["mask_token_id=24", "24"]),
         (top(block_size="3"), ["block_size='3'"]),
         (top(markov_rank=-1), ["markov_rank=-1"]),

@@ -16,8 +16,9 @@ from eagle3_reference import EAGLE3
 from safetensors.numpy import load_file, save_file
 
 from dspark_jax.convert import convert
-from dspark_jax.core.config import EAGLE3_LOSS, DrafterConfig, Eagle3Config
+from dspark_jax.core.config import DrafterConfig, Eagle3Config
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.loss_config import EAGLE3_LOSS
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.core.trees import named
 from dspark_jax.models.drafter import DrafterShape

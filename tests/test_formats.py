@@ -271,6 +271,7 @@ def answers(shape, arrays, shared: dict[str, np.ndarray]):
         TargetHead(embed, head),
         place(taps, "batch", None, None, None),
         place(tokens, "batch", None),
+        place(np.zeros((2, 4), np.int32), "batch", None),
     )
     return *draft_outputs(build_drafter(canonical(shape), arrays), probe), taps, tokens
 

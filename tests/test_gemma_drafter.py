@@ -22,8 +22,9 @@ from dspark_jax.checks.engines import check_scales
 from dspark_jax.checks.facts import read_drafter
 from dspark_jax.checks.target import read_target
 from dspark_jax.convert import export_run, import_run
-from dspark_jax.core.config import DataConfig, DrafterConfig, LossConfig, RunConfig
+from dspark_jax.core.config import DataConfig, DrafterConfig, RunConfig
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.sharding import abstract, make_mesh, place
 from dspark_jax.core.trees import named, trainable, with_tables
 from dspark_jax.data.prompts import load_prompts
@@ -110,6 +111,7 @@ def run(drafter, head, batch, anchors, filled):
     return value, named(grads)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_match_the_loops():
     """Gradients by central differences of the reference in float64, along random directions."""
     shape, weights, drafter = drafter_of()

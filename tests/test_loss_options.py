@@ -25,7 +25,8 @@ from tiny_drafter import (
     random_weights,
 )
 
-from dspark_jax.core.config import LossConfig, from_mapping
+from dspark_jax.core.config import from_mapping
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.semantics import SEMANTICS
 from dspark_jax.core.sharding import make_mesh, place
 from dspark_jax.core.trees import named, trainable, with_tables

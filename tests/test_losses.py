@@ -21,7 +21,7 @@ from tiny_drafter import (
     random_weights,
 )
 
-from dspark_jax.core.config import LossConfig
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.sharding import make_mesh, place
 from dspark_jax.core.trees import named, trainable, with_tables
 from dspark_jax.training.anchors import make_blocks, slot_weights

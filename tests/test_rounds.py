@@ -424,7 +424,14 @@ def test_finished_rows_are_frozen_and_stale_cache_rows_unseen(target, drafter):
     assert rows_of(state.out, state.stats) == expected
 
 
-@pytest.mark.parametrize("fsdp, tp, ids", [(2, 1, ()), (4, 2, ()), (4, 2, KEPT)])
+@pytest.mark.parametrize(
+    "fsdp, tp, ids",
+    [
+        pytest.param(2, 1, (), marks=pytest.mark.slow),
+        pytest.param(4, 2, (), marks=pytest.mark.slow),
+        (4, 2, KEPT),
+    ],
+)
 def test_any_mesh_gives_the_same_tokens_and_counts(target, fsdp, tp, ids):
     four = {"prompts": (*requests().prompts, (2, 2)), "seeds": (7, 8, 9, 10), "limits": (12,) * 4}
     wanted = requests(temperature=0.8, **four)
@@ -451,7 +458,9 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-@pytest.mark.parametrize("ids", [(), KEPT], ids=["whole", "pruned"])
+@pytest.mark.parametrize(
+    "ids", [(), pytest.param(KEPT, marks=pytest.mark.slow)], ids=["whole", "pruned"]
+)
 def test_sampled_text_has_the_targets_distribution(target, ids):
     """Pairs of tokens over thousands of seeds, against the enumerated distribution."""
     rows, temperature = 6000, 1.3

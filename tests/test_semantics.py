@@ -15,13 +15,13 @@ from test_config import fields, flat
 
 from dspark_jax.core.config import (
     DrafterConfig,
-    LossConfig,
     RunConfig,
     default_config,
     from_mapping,
     to_mapping,
 )
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.semantics import SEMANTICS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

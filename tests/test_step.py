@@ -25,7 +25,8 @@ from tiny_drafter import (
     random_weights,
 )
 
-from dspark_jax.core.config import LossConfig, TrainConfig
+from dspark_jax.core.config import TrainConfig
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.core.trees import named, to_plain, trainable, with_tables
 from dspark_jax.training.anchors import sample_anchors

@@ -235,6 +235,7 @@ def test_a_pruned_drafter_proposes_what_the_target_says_most(reference, pruned):
     assert column(pruned, "loss") != column(reference.workdir, "loss")[:4]
 
 
+@pytest.mark.slow
 def test_a_pruned_drafter_is_the_same_on_any_mesh(reference, pruned, tmp_path):
     train.run(changed(reference, PRUNED | {"mesh": {"fsdp": 2, "tp": 2}}), tmp_path)
     for name in ("loss", "loss_kl", "grad_norm"):
@@ -268,6 +269,7 @@ def names_for(fraction: float, train_rows: int) -> tuple[list[str], str]:
     return [row.id for row in kept[:train_rows]], held_out[0].id
 
 
+@pytest.mark.slow
 def test_one_repeated_sample_is_learnt_by_heart(reference, tmp_path):
     """A shift between anchors, labels and previous tokens would leave it well below (R039)."""
     answered = load_dataset(reference.workdir / "data")[0]
@@ -327,7 +329,13 @@ def test_remembered_features_change_nothing(reference, tmp_path):
     assert rows(tmp_path) == rows(reference.workdir)
 
 
-@pytest.mark.parametrize("change", [{"train.accumulation": 2}, {"mesh": {"fsdp": 2, "tp": 1}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"train.accumulation": 2}, marks=pytest.mark.slow),
+        {"mesh": {"fsdp": 2, "tp": 1}},
+    ],
+)
 def test_partitions_agree_to_rounding(reference, tmp_path, change):
     train.run(changed(reference, change), tmp_path)
     for name in ("loss", "grad_norm", "learning_rate"):
@@ -588,6 +596,7 @@ def test_training_starts_from_a_drafter_in_any_layout(reference, kept, tmp_path,
         train.run(changed(reference, FIRST | {"drafter.init": "target"}), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_heads_that_are_not_there_start_anew_only_when_asked(reference, tmp_path, capsys):
     bare = changed(reference, {"drafter.confidence_head": False})
     start = tiny.make_run(tmp_path / "start", bare)

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this"."""
+"""The one exception that means "the user can fix this", and what raises it for a choice."""
 
 
 class UserError(Exception):
@@ -7,3 +7,9 @@ class UserError(Exception):
     Commands print the line on stderr and exit with code 2; everything else that is raised is a
     fault of this code and keeps its traceback.
     """
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses a value outside `choices`, by name."""
+    if value not in choices:
+        raise UserError(f"{name}={value!r}: must be one of {', '.join(choices)}")

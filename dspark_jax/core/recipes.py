@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from ml_collections import config_dict
 
-from dspark_jax.core.config import EAGLE3_LOSS, default_config
+from dspark_jax.core.config import default_config
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.loss_config import EAGLE3_LOSS
 
 VARIANTS = ("no_markov", "dflash", "eagle3", "gated", "rnn", "no_confidence", "block16", "depthN")
 

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.core.config import DrafterConfig, LossConfig
+from dspark_jax.core.config import DrafterConfig
+from dspark_jax.core.loss_config import LossConfig
 
 
 @jax.tree_util.register_dataclass

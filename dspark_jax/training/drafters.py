@@ -10,16 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from dspark_jax.core.config import (
-    EAGLE3_LOSS,
     DataConfig,
     DrafterConfig,
-    LossConfig,
     RunConfig,
     TrainConfig,
     from_mapping,
     to_mapping,
 )
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.loss_config import EAGLE3_LOSS, LossConfig
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.target_config import FAMILIES
 from dspark_jax.training.checkpoint import RunRecord, choose_step, load_arrays, read_record

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.core.config import LossConfig
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.features.source import Batch
 from dspark_jax.kernels.vocab_loss import Teacher, VocabTerms, vocab_loss
 from dspark_jax.models.drafters import AnyDrafter

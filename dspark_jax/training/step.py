@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from dspark_jax.core.config import DrafterConfig, LossConfig, TrainConfig
+from dspark_jax.core.config import DrafterConfig, TrainConfig
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.trees import trainable, with_tables
 from dspark_jax.features.source import Batch
 from dspark_jax.models.drafter import DrafterShape

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dspark_jax.core.config import MARKOV_HEADS, DrafterConfig, check_choice
-from dspark_jax.core.errors import UserError
+from dspark_jax.core.config import MARKOV_HEADS, DrafterConfig
+from dspark_jax.core.errors import UserError, check_choice
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.layers import RopeConfig
 from dspark_jax.models.rope_config import rope_from_hf

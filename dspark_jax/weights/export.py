@@ -31,8 +31,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 import dspark_jax
-from dspark_jax.core.config import check_choice
-from dspark_jax.core.errors import UserError
+from dspark_jax.core.errors import UserError, check_choice
 from dspark_jax.core.metrics import write_json
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.weights import names

@@ -83,7 +83,7 @@ def ask(
 
 @contextlib.contextmanager
 def server(peer: str, command: Sequence[str], log: Path, *, ready: float = 400, **more: str):
-    """The address of a server that `command` of a peer's bin/ runs while the context lasts.
+    """The address of a server that a command of a peer's Python runs while the context lasts.
 
     --host and --port are added; the port is a free one. Every process of it is ended afterwards.
 
@@ -93,8 +93,8 @@ def server(peer: str, command: Sequence[str], log: Path, *, ready: float = 400, 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    program = environment(peer) / "bin" / command[0]
-    line = [str(program), *command[1:], "--host", "127.0.0.1", "--port", str(port)]
+    python = environment(peer) / "bin/python"
+    line = [str(python), *command, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(
             line, env=variables(**more), stdout=out, stderr=out, start_new_session=True

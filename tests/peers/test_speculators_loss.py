@@ -16,7 +16,7 @@ import pytest
 import tiny
 from exports import PRUNED, make_case, tiny_config
 
-from dspark_jax.core.config import LossConfig
+from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.semantics import SEMANTICS
 from dspark_jax.core.sharding import place
 from dspark_jax.core.trees import named, trainable, with_tables

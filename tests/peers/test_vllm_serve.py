@@ -1,6 +1,7 @@
 """`vllm serve DIR` with a DFlash drafter trained here: the same text, and the same acceptance."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,13 @@ import numpy as np
 import pytest
 
 from dspark_jax.data.opened import open_target
+from dspark_jax.data.prompts import load_prompts
 from dspark_jax.decoding.evaluation import Decoding, PromptSet, read_sets, run_sets
 from dspark_jax.decoding.figures import Outcome, set_result
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 
-PROMPTS, NEW_TOKENS = 16, 48
-DOMAIN = "generator:{}:4"
-# A minute of training on a small domain: enough for a few tokens per round.
+PROMPTS, NEW_TOKENS = 24, 48
 OVERRIDES = {
-    "data.prompts": DOMAIN.format(192),
     "data.max_new_tokens": NEW_TOKENS,
     "data.sequence_length": 256,
     "drafter.markov_head": "none",
@@ -28,12 +27,13 @@ OVERRIDES = {
     "drafter.block_size": 5,
     "drafter.num_layers": 1,  # see test_why_one_layer
     "drafter.vocab_size": 4096,
-    "train.num_steps": 240,
+    "train.num_steps": 300,
     "train.num_anchors": 64,
     "train.learning_rate": 2.5e-3,
-    "train.validate_every": 120,
-    "train.checkpoint_every": 120,
-    "train.validation_rows": 4,
+    "train.validate_every": 300,
+    "train.checkpoint_every": 300,
+    "train.validation_rows": 1,
+    "data.validation_fraction": 0.1,
     "train.feature_memory_gb": 1.0,
 }
 # For a small machine and exact comparison; the one command is `vllm serve DIR`.
@@ -59,20 +59,32 @@ def command(name: str, *arguments: str) -> str:
 def run(tmp_path_factory) -> Path:
     """A run with a trained DFlash drafter and its export beside it."""
     folder = tmp_path_factory.mktemp("dflash")
-    changes = [f"--config.{name}={value}" for name, value in OVERRIDES.items()]
+    lines = [
+        json.dumps({"id": one.id, "turns": [one.messages[0].content]})
+        for one in load_prompts(f"generator:{PROMPTS}:4")
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    changes = OVERRIDES | {"data.prompts": folder / "prompts.jsonl"}
+    changes = [f"--config.{name}={value}" for name, value in changes.items()]
     command("train", "--config=configs/smollm2.py", f"--workdir={folder / 'run'}", *changes)
-    command("convert", f"--workdir={folder}/run", "--to=speculators", f"--out={folder}/export")
+    command(
+        "convert",
+        f"--workdir={folder}/run",
+        "--to=speculators",
+        f"--out={folder}/export",
+        "--step=latest",
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def prompts():
-    """Held-out prompts of the domain, as the target reads them."""
+def prompts(run):
+    """Those that the drafter was trained on: after a minute, only there every position counts."""
     target = open_target("smollm2", "float32")
     sets = read_sets(
         target,
-        DOMAIN.format(PROMPTS),
-        split="test",
+        str(run / "prompts.jsonl"),
+        split="",
         per_set=PROMPTS,
         max_prompt_tokens=256,
         seed=0,
@@ -84,8 +96,8 @@ def prompts():
 def evaluated(run, prompts) -> list[Outcome]:
     """What our own evaluation makes of the prompts."""
     record = read_record(run / "run")
-    drafter = load_drafter(record, run / "run", choose_step(run / "run", "best"))
-    how = Decoding(max_new_tokens=NEW_TOKENS, batch_size=10, plain=False)
+    drafter = load_drafter(record, run / "run", choose_step(run / "run", "latest"))
+    how = Decoding(max_new_tokens=NEW_TOKENS, batch_size=12, plain=False)
     sets = [PromptSet("all", prompts, ())]
     target = open_target("smollm2", "float32")
     outcomes = run_sets(target, drafter, sets, how).outcomes["all"]
@@ -95,8 +107,9 @@ def evaluated(run, prompts) -> list[Outcome]:
 
 def served(directory: Path, prompts, log: Path) -> Served:
     """One server's greedy answers, one prompt after the other."""
+    vllm = str(harness.HERE / "scripts/vllm_cli.py")
     address = harness.server(
-        "vllm", ["vllm", "serve", str(directory), *FLAGS], log, VLLM_CPU_KVCACHE_SPACE="1"
+        "vllm", [vllm, "serve", str(directory), *FLAGS], log, VLLM_CPU_KVCACHE_SPACE="1"
     )
     with address as address:
         name = harness.get(f"{address}/v1/models")["data"][0]["id"]
