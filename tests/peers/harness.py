@@ -82,7 +82,7 @@ def ask(
 
 
 @contextlib.contextmanager
-def server(peer: str, command: Sequence[str], log: Path, *, ready: float = 400, **more: str):
+def server(peer: str, command: Sequence[str], log: Path, *, ready: float = 900, **more: str):
     """The address of a server that a command of a peer's Python runs while the context lasts.
 
     --host and --port are added; the port is a free one. Every process of it is ended afterwards.
