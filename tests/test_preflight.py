@@ -255,7 +255,7 @@ VERIFIER = "speculators_config__verifier__"
 WRONG = [
     # The kind and the layout.
     ("dspark", "vllm", c(speculators_model_type="dsprak"), ["refuse kind of drafter"], "'dsprak'"),
-    ("deepspec", "vllm", c(architectures=["Eagle3Model"]), ["refuse kind of drafter"], "Eagle3"),
+    ("deepspec", "vllm", c(architectures=["Eagle3Model"]), ["refuse kind of drafter"], "EAGLE-3"),
     ("deepspec", "vllm", c(architectures=["MyDSpark"]), ["refuse layout"], "DeepSeek-V4"),
     ("dspark", "sglang", c(), ["refuse layout"], "speculators layout"),
     ("dspark", "tpu-inference", c(), ["refuse head not servable"], "it has no DSpark"),
