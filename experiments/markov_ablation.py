@@ -269,6 +269,7 @@ def summary(report: Mapping[str, Any]) -> str:
     def add(part: str, what: str, figures: Mapping[str, Any]) -> None:
         low, high = figures.get("accepted_length_ci95") or (None, None)
         slots = figures.get("conditional_acceptance", [1.0] * width)
+        slots = [*slots, *[""] * (width - len(slots))]  # blocks of the parts differ
         rows.append([part, what, figures["accepted_length"], low, high, *slots])
 
     width = max(
@@ -320,6 +321,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             axis.plot(slots, [np.nan if v is None else v for v in values], dash, label=label,
                       color=COLOURS[index], marker=MARKERS[index], markersize=5)  # fmt: skip
         axis.set_title(title, fontsize=11, loc="left")
+        axis.set_xticks(range(1, 1 + max(len(values) for _, values, *_ in lines)))
         axis.set_xlabel("slot", fontsize=9)
         axis.set_ylabel("accepted, if all earlier slots were", fontsize=9)
         axis.set_ylim(0, 1.04)

@@ -113,3 +113,37 @@ def test_a_small_run_shows_what_the_markov_head_is_worth(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     text = markov_ablation.summary(json.loads(json.dumps(report, default=list)))
     assert "best factorised" in text and "DSpark drafts" in text
+
+
+def test_parts_with_blocks_of_two_lengths_share_a_table(tmp_path):
+    """And slots that few rounds decided are in the table, but not in the picture."""
+
+    def figures(length, acceptance, survival):
+        interval = [length - 0.1, length + 0.1]
+        return {
+            "accepted_length": length,
+            "accepted_length_ci95": interval,
+            "conditional_acceptance": acceptance,
+            "survival": survival,
+            "rounds": 100,
+        }
+
+    long = figures(2.5, [0.9, 0.8, 0.5], [0.9, 0.72, 0.36])
+    short = figures(1.25, [0.2, 0.25], [0.2, 0.05])
+    both = {"temperature_1": short, "temperature_0": short}
+    report = {
+        "synthetic": {
+            "drafters": {"markov": long, "no_markov": long},
+            "computed": {"best_factorised": long},
+            "drafts_after_the_stop": {"markov": ["of course ."], "no_markov": ["of problem ."]},
+        },
+        "smollm2": {"steps": 3, "drafters": {"markov": both, "no_markov": both}},
+    }
+    rows = [line.split() for line in markov_ablation.summary(report).splitlines()]
+    assert ["0.900", "0.800", "0.500"] in [row[-3:] for row in rows]
+    assert ["0.200", "0.250"] in [row[-2:] for row in rows]
+    assert markov_ablation._seen_often(short) == [0.2, None]
+    assert markov_ablation._seen_often(long) == [0.9, 0.8, 0.5]
+    path = tmp_path / "ablation.png"
+    markov_ablation.draw(report, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
