@@ -6,6 +6,7 @@ python -m dspark_jax.train --config=configs/smollm2.py --workdir=runs/smollm2
 from ml_collections import config_dict
 
 from dspark_jax.core.config import default_config
+from dspark_jax.core.errors import UserError
 from dspark_jax.core.recipes import eagle3
 
 
@@ -104,5 +105,5 @@ def get_config(variant: str = "") -> config_dict.ConfigDict:
     elif variant == "eagle3":
         eagle3(c)
     elif variant:
-        raise ValueError(f"unknown variant {variant!r}")
+        raise UserError(f"unknown variant {variant!r}: there are demo, notebook and eagle3")
     return c

@@ -157,6 +157,36 @@ def test_interrupt_ends_with_130(folder):
     assert (process.returncode, stderr) == (130, "dspark_jax: interrupted\n")
 
 
+def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_not_lost(tmp_path):
+    """jax registers one, and Python prints and forgets what is raised in it."""
+    (tmp_path / "collects.py").write_text(
+        "import gc, os, signal, time\n"
+        "from dspark_jax.core.command import run_main\n"
+        "def _xla_gc_callback(phase, info):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    for _ in range(100): pass\n"
+        "def main():\n"
+        "    gc.disable()\n"
+        "    gc.callbacks.append(_xla_gc_callback)\n"
+        "    gc.collect()\n"
+        "    gc.callbacks.remove(_xla_gc_callback)\n"
+        "    print('collected', flush=True)\n"
+        "    time.sleep(60)\n"
+        "run_main(main)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "collects.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert done.returncode == 130
+    assert (done.stdout, done.stderr) == ("collected\n", "dspark_jax: interrupted\n")
+
+
 def test_progress_lines_where_there_is_no_terminal(capsys):
     with progress(total=10, desc="train", unit="step", initial=4) as bar:
         for _ in range(3):

@@ -290,7 +290,7 @@ RUNS = [
     (cut_run_config, "config.json: not readable as JSON"),
     (old_run_config, "config.drafter.gamma: no such field"),
     (other_drafter, "checkpoint 1 does not fit config.json ("),
-    (not_a_run, "config.json: damaged ('config'); restore it or train again"),
+    (not_a_run, "config.json is not the record of a run, but of a model or an exported drafter"),
 ]
 
 

@@ -11,9 +11,13 @@ if __name__ == "__main__":
 
 import os
 import re
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
@@ -44,9 +48,33 @@ def run_main(main: Callable[[], None]) -> None:
         except UserError as error:
             _stop(str(error))
         except KeyboardInterrupt:
-            _stop("interrupted", INTERRUPTED)
+            _interrupted()
 
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt)
     app.run(guarded, flags_parser=_parse)
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C, also when it comes while jax's callback of the garbage collector runs.
+
+    An exception raised there would be printed and forgotten, so it is asked for again a little
+    later.
+    """
+    if frame is not None and frame.f_code.co_name == "_xla_gc_callback":
+        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+        return
+    raise KeyboardInterrupt
+
+
+def _interrupted() -> NoReturn:
+    """Ends the process at once: what had to be cleaned up has been, on the way here.
+
+    Python would first tear down a runtime whose threads still compute, which can crash it.
+    """
+    sys.stdout.flush()
+    print("dspark_jax: interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 def _stop(message: str, code: int = FAULT_OF_USER) -> None:
@@ -81,7 +109,7 @@ def _parse(argv: list[str]) -> list[str]:
     except UserError as error:
         _stop(str(error))
     except KeyboardInterrupt:
-        _stop("interrupted", INTERRUPTED)
+        _interrupted()
     except Exception as error:  # whatever a user's config file may raise
         _stop(_explain(error, argv, configs))
     if rest[1:]:

@@ -75,6 +75,11 @@ def read_record(workdir: Path) -> RunRecord:
     if not path.exists():
         raise UserError(f"{workdir}: no run here (config.json is missing); train one first")
     value = read_json(path)
+    if "config" not in value:
+        raise UserError(
+            f"{path} is not the record of a run, but of a model or an exported drafter: give the "
+            "folder that train made, or make one with dspark_jax.convert --to=orbax"
+        )
     try:
         return RunRecord(
             config=from_mapping(RunConfig, value["config"]),

@@ -91,7 +91,9 @@ def _open(path: Path):
     try:
         return safetensors.safe_open(path, framework="numpy")
     except (safetensors.SafetensorError, OSError) as error:
-        raise UserError(f"{path}: damaged or not a safetensors file ({error})") from None
+        raise UserError(
+            f"{path}: damaged or not a safetensors file ({error}); copy or export it again"
+        ) from None
 
 
 def read_json(path: Path) -> dict:
@@ -101,7 +103,9 @@ def read_json(path: Path) -> dict:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error})") from None
+        raise UserError(
+            f"{path}: not readable as JSON ({error}); repair it or copy it again"
+        ) from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return value
