@@ -480,6 +480,7 @@ def test_magpie_prompts_are_the_targets_own(target, tmp_path, generated, monkeyp
             prepare_dataset(run_config(bad), target, tmp_path / bad)
 
 
+@pytest.mark.slow
 def test_magpie_on_the_bundled_target(bundled_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(responses, "PROMPT_BUCKET", 64)  # prompts and answers compile once
     target = open_target("smollm2", "float32")

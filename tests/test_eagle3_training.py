@@ -191,6 +191,7 @@ def new_state(tx, seed: int = 5) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), drafter, jax.jit(tx.init)(trainable(drafter)))
 
 
+@pytest.mark.slow
 def test_one_step_is_the_same_however_the_batch_is_cut():
     """One division by the weight of the whole batch: rows with many steps, few and none (R046)."""
     sizes = [range(2, 12), (6, 7), (), range(4, 9)]

@@ -182,6 +182,7 @@ def test_the_report_keeps_its_contract(run, tmp_path):
     assert any(other != figures[0] for other in figures[2:])  # one seed alone may agree by chance
 
 
+@pytest.mark.slow
 def test_the_batch_changes_no_figure_and_widths_compile_once(run, tmp_path):
     workdir, record, _ = run
     path = tmp_path / "mixed.jsonl"
@@ -204,6 +205,7 @@ def test_the_batch_changes_no_figure_and_widths_compile_once(run, tmp_path):
     assert one == two and len(one) == 5
 
 
+@pytest.mark.slow
 def test_a_pruned_vocabulary_has_costs_of_its_own(run):
     """Every part runs on the rows and ids that the drafter has."""
     _, record, _ = run

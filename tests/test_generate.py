@@ -86,6 +86,7 @@ def test_greedy_text_is_that_of_plain_decoding(workdir):
     assert re.search(r"\n\[24 tokens, [\d.]+ tokens/s\]\n$", out.getvalue())
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_seed(workdir):
     def text(**options):
         (answer,), _ = ask(workdir, "sun 1?", temperature=1.0, **options)
@@ -142,6 +143,7 @@ def test_characters_are_shown_when_they_are_whole(workdir):
     assert out.getvalue() == "Grüße, 世界 \ufffd\n"
 
 
+@pytest.mark.slow
 def test_the_mesh_changes_nothing(workdir, tmp_path):
     (one,), _ = ask(workdir, "sun 1?")
     config = tiny.make_config(

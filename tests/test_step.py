@@ -138,6 +138,7 @@ def test_neither_mesh_nor_accumulation_matters(whole, fsdp, tp, accumulation):
     check(step_on(fsdp, tp, accumulation), whole)
 
 
+@pytest.mark.slow
 def test_nor_do_they_with_a_pruned_vocabulary():
     """The loss is that of the loops, and the ids of the vocabulary have no gradient."""
     got, want = step_on(4, 2, 2, vocab=PRUNED), step_on(1, 1, 1, vocab=PRUNED)
@@ -147,6 +148,7 @@ def test_nor_do_they_with_a_pruned_vocabulary():
     check(got, want)
 
 
+@pytest.mark.slow
 def test_nor_do_the_places_of_the_rows(whole):
     """Two micro-batches: all supervised rows in the first of them, or spread, or as they come."""
     check(step_on(1, 1, 2, range(8), TX), whole)

@@ -195,6 +195,7 @@ def test_a_finished_run_is_left_alone(reference, tmp_path):
     assert_same_run(tmp_path / "run", reference.workdir)
 
 
+@pytest.mark.slow
 def test_epochs_are_counted_in_rows_and_rounded_up(reference, tmp_path):
     config = changed(reference, {"train.num_steps": 0, "train.num_epochs": 1})
     train.run(config, tmp_path)
@@ -299,6 +300,7 @@ def test_one_repeated_sample_is_learnt_by_heart(reference, tmp_path):
     assert values["expected_accepted_length"] > 3.0
 
 
+@pytest.mark.slow
 def test_without_heads_it_is_a_dflash_run(reference, tmp_path):
     changes = {
         "drafter.markov_head": "none",
@@ -788,6 +790,7 @@ def test_another_drafter_is_refused_by_name(reference, tmp_path, change, expecte
     assert read_record(workdir).config == reference.config
 
 
+@pytest.mark.slow
 def test_a_run_that_never_began_may_change_its_mind(reference, tmp_path):
     """A mistake in the data does not tie the folder to the drafter of that attempt."""
     with pytest.raises(UserError, match="no existing file"):

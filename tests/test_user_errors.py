@@ -316,6 +316,7 @@ def test_a_drafter_and_another_target(good):
 # The same as real commands
 
 
+@pytest.mark.slow
 def test_commands_end_with_one_line(good, tmp_path):
     """Exit code 2, one line on stderr, no traceback, nothing left behind."""
     damaged = tmp_path / "damaged"
