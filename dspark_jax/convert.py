@@ -47,6 +47,7 @@ from dspark_jax.training.checkpoint import (
 )
 from dspark_jax.training.drafters import open_drafter, run_of
 from dspark_jax.weights.compare import Probe, build_drafter, canonical, largest_difference
+from dspark_jax.weights.config_parts import Origin
 from dspark_jax.weights.export import (
     DTYPES,
     Exported,
@@ -56,12 +57,7 @@ from dspark_jax.weights.export import (
     same_bits,
 )
 from dspark_jax.weights.importing import ImportedDrafter
-from dspark_jax.weights.layouts import (
-    LAYOUTS,
-    Origin,
-    algorithm_of,
-    format_of,
-)
+from dspark_jax.weights.layouts import LAYOUTS, algorithm_of, format_of
 from dspark_jax.weights.names import DRAFT_IDS, EMBED
 from dspark_jax.weights.vocab_tables import head_rows, scaled_embedding, target_table
 

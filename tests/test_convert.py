@@ -38,17 +38,12 @@ from dspark_jax.weights.compare import (
     largest_difference,
     shape_differences,
 )
+from dspark_jax.weights.config_parts import Origin, Verifier, rope_parameters
 from dspark_jax.weights.drafter_file import DrafterFile, read_shape
 from dspark_jax.weights.export import export_drafter
 from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
 from dspark_jax.weights.importing import check_borrowed, read_folder
-from dspark_jax.weights.layer_config import rope_parameters
-from dspark_jax.weights.layouts import (
-    Origin,
-    Verifier,
-    speculators_config,
-    unservable,
-)
+from dspark_jax.weights.layouts import speculators_config, unservable
 from dspark_jax.weights.safetensors import target_config
 from dspark_jax.weights.vocab_tables import head_rows
 

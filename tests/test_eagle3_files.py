@@ -32,10 +32,10 @@ from dspark_jax.training.checkpoint import (
     write_record,
 )
 from dspark_jax.weights.compare import canonical, empty_drafter
+from dspark_jax.weights.config_parts import Origin, Verifier
 from dspark_jax.weights.export import export_drafter, same_bits
 from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
 from dspark_jax.weights.importing import read_folder
-from dspark_jax.weights.layouts import Origin, Verifier
 from dspark_jax.weights.safetensors import target_config
 
 TARGET = TargetConfig("qwen3", 24, 16, 6, 4, 2, 8, 32, 1e-5, RopeConfig(1e4), False, 64)

@@ -32,9 +32,10 @@ from dspark_jax.core.trees import named
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.weights import names
 from dspark_jax.weights.compare import empty_drafter
+from dspark_jax.weights.config_parts import Verifier
 from dspark_jax.weights.drafter_file import DrafterFile, read_shape
 from dspark_jax.weights.fingerprint import fingerprint
-from dspark_jax.weights.layouts import Verifier, speculators_config
+from dspark_jax.weights.layouts import speculators_config
 from dspark_jax.weights.safetensors import target_config
 from dspark_jax.weights.vocab_tables import tables_of
 

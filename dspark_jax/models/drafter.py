@@ -14,8 +14,8 @@ from flax import nnx
 from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import einsum, param, spec
-from dspark_jax.models import vocabulary
 from dspark_jax.models.cache import KVCache, LayerCache, write
+from dspark_jax.models.drafter_base import DrafterBase
 from dspark_jax.models.heads import ConfidenceHead, MarkovHead
 from dspark_jax.models.layers import Attention, Mlp, RopeConfig, rms_norm, rope_angles
 from dspark_jax.models.target import TargetConfig, TargetHead, check_taps
@@ -166,12 +166,10 @@ class DraftLayer(nnx.Module):
         return x + self.mlp(rms_norm(x, self.post_norm[...], eps))
 
 
-class Drafter(nnx.Module):
+class Drafter(DrafterBase):
     """Only what is trained; embedding and LM head are the target's and come as arguments.
 
-    With a pruned vocabulary it also holds `draft_ids` i32[V_d], the target id of each draft id,
-    ascending. Draft ids live between its logits and the token drafted, nowhere else: everything
-    that it is given or returns (anchors, previous tokens, drafts) is in target ids.
+    With a pruned vocabulary it also holds `draft_ids` i32[V_d] (models/drafter_base.py).
     """
 
     def __init__(self, shape: DrafterShape, *, rngs: nnx.Rngs):
@@ -202,38 +200,6 @@ class Drafter(nnx.Module):
         if config.confidence_head:
             seen = rank if config.confidence_with_markov else 0
             self.confidence = ConfidenceHead(d, seen, init=config.head_init, rngs=rngs)
-
-    @property
-    def config(self) -> DrafterConfig:
-        """The options it was built with."""
-        return self.shape.config
-
-    @property
-    def dtype(self):
-        """Compute dtype; parameters are float32."""
-        return jnp.dtype(self.config.dtype)
-
-    def head(self, target: TargetHead) -> TargetHead:
-        """The target's embedding and the rows of its LM head that this drafter can propose.
-
-        A copy of the rows where the vocabulary is pruned: take it once, outside of loops.
-        """
-        return vocabulary.head(target, self._ids())
-
-    def to_target(self, draft: jax.Array) -> jax.Array:
-        """Draft ids i32[B, ...] as target ids."""
-        return vocabulary.to_target(draft, self._ids())
-
-    def to_draft(self, tokens: jax.Array) -> jax.Array:
-        """Target ids i32[B, ...] as draft ids, -1 for those it cannot propose."""
-        return vocabulary.to_draft(tokens, self._ids(), self.shape.vocab_size)
-
-    def scatter(self, probs: jax.Array) -> jax.Array:
-        """Probabilities f32[B, ..., V_d] over target ids, f32[B, ..., V]; 0 where it cannot go."""
-        return vocabulary.scatter(probs, self._ids(), self.shape.vocab_size)
-
-    def _ids(self) -> jax.Array | None:
-        return self.draft_ids[...] if self.shape.pruned else None
 
     def context(self, taps: jax.Array, positions: jax.Array) -> tuple[LayerCache, ...]:
         """Keys and values of context tokens for every layer, projected once per token.

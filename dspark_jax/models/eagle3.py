@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.sharding import einsum, param, spec
-from dspark_jax.models import vocabulary
 from dspark_jax.models.cache import KVCache, LayerCache, write
 from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.models.drafter_base import DrafterBase
 from dspark_jax.models.layers import Attention, Mlp, masked_softmax, rms_norm, rope_angles
 from dspark_jax.models.target import TargetHead
 
@@ -103,10 +102,10 @@ class Eagle3Layer(nnx.Module):
         return x + self.mlp(rms_norm(x, self.post_norm[...], eps))
 
 
-class Eagle3Drafter(nnx.Module):
+class Eagle3Drafter(DrafterBase):
     """Only what is trained; embedding and LM head are the target's and come as arguments.
 
-    With a pruned vocabulary it also holds `draft_ids` i32[V_d] (models/vocabulary.py).
+    With a pruned vocabulary it also holds `draft_ids` i32[V_d] (models/drafter_base.py).
     """
 
     def __init__(self, shape: DrafterShape, *, rngs: nnx.Rngs):
@@ -125,38 +124,6 @@ class Eagle3Drafter(nnx.Module):
         self.norm = param(ones, rngs, (d,), (None,), jnp.float32)
         if shape.pruned:
             self.draft_ids = nnx.Variable(jnp.arange(shape.draft_vocab, dtype=jnp.int32))
-
-    @property
-    def config(self) -> DrafterConfig:
-        """The options it was built with."""
-        return self.shape.config
-
-    @property
-    def dtype(self):
-        """Compute dtype; parameters are float32."""
-        return jnp.dtype(self.config.dtype)
-
-    def head(self, target: TargetHead) -> TargetHead:
-        """The target's embedding and the rows of its LM head that this drafter can propose.
-
-        A copy of the rows where the vocabulary is pruned: take it once, outside of loops.
-        """
-        return vocabulary.head(target, self._ids())
-
-    def to_target(self, draft: jax.Array) -> jax.Array:
-        """Draft ids i32[B, ...] as target ids."""
-        return vocabulary.to_target(draft, self._ids())
-
-    def to_draft(self, tokens: jax.Array) -> jax.Array:
-        """Target ids i32[B, ...] as draft ids, -1 for those it cannot propose."""
-        return vocabulary.to_draft(tokens, self._ids(), self.shape.vocab_size)
-
-    def scatter(self, probs: jax.Array) -> jax.Array:
-        """Probabilities f32[B, ..., V_d] over target ids, f32[B, ..., V]; 0 where it cannot go."""
-        return vocabulary.scatter(probs, self._ids(), self.shape.vocab_size)
-
-    def _ids(self) -> jax.Array | None:
-        return self.draft_ids[...] if self.shape.pruned else None
 
     def features(self, taps: jax.Array) -> jax.Array:
         """Taps [B, T, L, D] of the target fused to [B, T, D]."""

@@ -23,6 +23,7 @@ from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.target_config import FAMILIES
 from dspark_jax.training.checkpoint import RunRecord, choose_step, load_arrays, read_record
 from dspark_jax.weights.compare import check_fit, shape_differences
+from dspark_jax.weights.config_parts import Verifier
 from dspark_jax.weights.export import DTYPES
 from dspark_jax.weights.fingerprint import Fingerprint, check_same_target, fingerprint
 from dspark_jax.weights.importing import (
@@ -32,7 +33,6 @@ from dspark_jax.weights.importing import (
     own_table,
     read_folder,
 )
-from dspark_jax.weights.layouts import Verifier
 from dspark_jax.weights.resolve import is_bundled, resolve_drafter, resolve_target
 from dspark_jax.weights.safetensors import read_json, target_config
 

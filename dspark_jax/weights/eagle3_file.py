@@ -16,8 +16,8 @@ from typing import Any
 from dspark_jax.core.config import DrafterConfig, Eagle3Config
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.weights.config_parts import Origin, Verifier, layer_config, speculators_head
 from dspark_jax.weights.drafter_file import DrafterFile, check_layers, complete, detect, taps_of
-from dspark_jax.weights.layer_config import layer_config
 
 # False in every reader where they are absent. norm_before_residual is not: vLLM takes it for True.
 _NORM_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
@@ -92,34 +92,12 @@ def _speculative_tokens(file: DrafterFile) -> int:
 
 
 def speculators_config(
-    shape: DrafterShape, verifier: Any, dtype: str, origin: Any = None
+    shape: DrafterShape, verifier: Verifier, dtype: str, origin: Origin | None = None
 ) -> dict[str, Any]:
-    """config.json of the speculators layout. Every flag is written: readers differ on absent ones.
-
-    Args:
-      verifier, origin: layouts.Verifier and layouts.Origin.
-    """
+    """config.json of the speculators layout, every flag in it: readers differ on absent ones."""
     config, options = shape.config, shape.config.eagle3
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": config.num_proposals,
-                    "accept_tolerance": 0.0,
-                    "verifier_accept_k": 1,
-                }
-            ],
-            "verifier": {
-                "name_or_path": verifier.name_or_path,
-                "architectures": list(verifier.architectures),
-            },
-        },
+        **speculators_head("Eagle3DraftModel", "eagle3", config.num_proposals, verifier),
         "transformer_layer_config": {
             **layer_config(shape, "qwen3" if options.qk_norm else "llama"),
             # vLLM's class for Llama layers takes three taps otherwise.
@@ -138,7 +116,9 @@ def speculators_config(
     }
 
 
-def deepspec_config(shape: DrafterShape, verifier: Any, dtype: str, origin: Any) -> dict[str, Any]:
+def deepspec_config(
+    shape: DrafterShape, verifier: Verifier, dtype: str, origin: Origin
+) -> dict[str, Any]:
     """config.json of the flat layout: the target family's with DeepSpec's fields."""
     config = shape.config
     return {

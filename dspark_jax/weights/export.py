@@ -42,8 +42,9 @@ from dspark_jax.weights.compare import (
     largest_difference,
     shape_differences,
 )
+from dspark_jax.weights.config_parts import Origin, Verifier
 from dspark_jax.weights.importing import RECORD, read_folder
-from dspark_jax.weights.layouts import Format, Origin, Verifier, algorithm_of, format_of
+from dspark_jax.weights.layouts import Format, algorithm_of, format_of
 from dspark_jax.weights.safetensors import TensorFiles
 from dspark_jax.weights.vocab_tables import tables_of
 

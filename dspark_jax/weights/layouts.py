@@ -18,29 +18,10 @@ from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.weights import eagle3_file, names
 from dspark_jax.weights.compare import sees_markov
+from dspark_jax.weights.config_parts import Origin, Verifier, layer_config, speculators_head
 from dspark_jax.weights.drafter_file import DrafterFile, detect, read_shape
-from dspark_jax.weights.fingerprint import Fingerprint
-from dspark_jax.weights.layer_config import layer_config
 
 LAYOUTS = ("speculators", "deepspec")
-SPECULATORS_VERSION = "0.9.0"  # of the format
-
-
-@dataclasses.dataclass(frozen=True)
-class Verifier:
-    """The target as engines are told of it: a hub id or an absolute folder, and its classes."""
-
-    name_or_path: str
-    architectures: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """Where the weights come from; kept in dspark_jax.json."""
-
-    step: int
-    recipe: dict[str, Any]  # the RunConfig as plain values
-    fingerprint: Fingerprint  # of the target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,26 +91,9 @@ def speculators_config(
 ) -> dict[str, Any]:
     """config.json. Every flag is written: readers do not agree on what an absent one means."""
     config, kind = shape.config, algorithm_of(shape)
+    architecture = "DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"
     return {
-        "architectures": ["DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"],
-        "speculators_model_type": kind,
-        "speculators_version": SPECULATORS_VERSION,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": config.num_proposals,
-                    "accept_tolerance": 0.0,
-                    "verifier_accept_k": 1,
-                }
-            ],
-            "verifier": {
-                "name_or_path": verifier.name_or_path,
-                "architectures": list(verifier.architectures),
-            },
-        },
+        **speculators_head(architecture, kind, config.num_proposals, verifier),
         "transformer_layer_config": layer_config(shape),
         # Engines count layers that have run: the output of layer i is i + 1.
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],

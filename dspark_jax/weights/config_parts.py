@@ -1,10 +1,56 @@
-"""A drafter's decoder layers in the names of transformers, as every layout writes them."""
+"""Parts of config.json that drafters of every algorithm share, and what they are told of."""
 
+import dataclasses
 from typing import Any
 
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.layers import RopeConfig
 from dspark_jax.weights.compare import ROPE_FIELDS
+from dspark_jax.weights.fingerprint import Fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier:
+    """The target as engines are told of it: a hub id or an absolute folder, and its classes."""
+
+    name_or_path: str
+    architectures: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where the weights come from; kept in dspark_jax.json."""
+
+    step: int
+    recipe: dict[str, Any]  # the RunConfig as plain values
+    fingerprint: Fingerprint  # of the target
+
+
+def speculators_head(
+    architecture: str, algorithm: str, proposals: int, verifier: Verifier
+) -> dict[str, Any]:
+    """How a config.json of the speculators layout begins: the drafter's kind and its target."""
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.9.0",  # of the format
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": proposals,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {
+                "name_or_path": verifier.name_or_path,
+                "architectures": list(verifier.architectures),
+            },
+        },
+    }
 
 
 def layer_config(shape: DrafterShape, model_type: str = "qwen3") -> dict[str, Any]:
