@@ -140,9 +140,8 @@ def train_step(
     updates, opt_state = tx.update(grads, state.opt_state, params)
     new_params = optax.apply_updates(params, updates)
     sound = finite["taps"] & finite["loss"]
-    useful = (
-        sound & blocks.supervised.any()
-    )  # without any supervised slot there is no decay or momentum either
+    # Without any supervised slot there is no decay or momentum either.
+    useful = sound & blocks.supervised.any()
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(useful, new, old),
         (new_params, opt_state),
