@@ -175,6 +175,7 @@ def test_gradients_match_differences_of_the_loops(case):
         assert np.abs(grads[name]).max() > 1e-4, name  # the comparison is one of numbers, not of 0
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near():
     """The default compute dtype, with float32 losses and master gradients."""
     shape = make_shape(**CASES["gated"], dtype="bfloat16")

@@ -132,7 +132,14 @@ def test_the_loss_is_the_loops_loss_over_all_rows(whole):
     assert abs(np.mean(means) - whole.loss) > 1e-2 * whole.loss
 
 
-@pytest.mark.parametrize("fsdp, tp, accumulation", [(1, 1, 4), (8, 1, 1), (4, 2, 2)])
+@pytest.mark.parametrize(
+    "fsdp, tp, accumulation",
+    [
+        pytest.param(1, 1, 4, marks=pytest.mark.slow),
+        pytest.param(8, 1, 1, marks=pytest.mark.slow),
+        (4, 2, 2),
+    ],
+)
 def test_neither_mesh_nor_accumulation_matters(whole, fsdp, tp, accumulation):
     """Micro-batches 2 and 3 of 4, and some devices, have no supervised slot."""
     check(step_on(fsdp, tp, accumulation), whole)
@@ -230,6 +237,7 @@ def test_three_steps(one_device):
     assert len(set(losses)) == 3  # the anchors of a step are its own
 
 
+@pytest.mark.slow
 def test_ids_of_a_pruned_vocabulary_stay_what_they_are(one_device):
     """No step, decay or moment touches the table; what is trained changes as ever."""
     batch, state = make_batch(eight_rows(), 2, pruned=True), new_state(TX, PRUNED)

@@ -331,13 +331,8 @@ def test_remembered_features_change_nothing(reference, tmp_path):
     assert rows(tmp_path) == rows(reference.workdir)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param({"train.accumulation": 2}, marks=pytest.mark.slow),
-        {"mesh": {"fsdp": 2, "tp": 1}},
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"train.accumulation": 2}, {"mesh": {"fsdp": 2, "tp": 1}}])
 def test_partitions_agree_to_rounding(reference, tmp_path, change):
     train.run(changed(reference, change), tmp_path)
     for name in ("loss", "grad_norm", "learning_rate"):
