@@ -10,6 +10,7 @@ from dspark_jax.core.sharding import einsum, gather_rows, param
 from dspark_jax.models.cache import LayerCache, write
 from dspark_jax.models.experts import GemmaMoe, Moe
 from dspark_jax.models.layers import ACTIVATIONS, Attention, Mlp, attend, attend_causally, rms_norm
+from dspark_jax.models.packing import Packing
 from dspark_jax.models.target_config import TargetConfig
 
 
@@ -20,7 +21,8 @@ class View:
 
     cos: jax.Array  # f32[B, T, rotary/2]
     sin: jax.Array
-    mask: jax.Array  # bool[B, T, S]
+    mask: jax.Array  # bool[B, T, S]; of packed tokens bool[R, W, S]
+    packing: Packing | None = None  # the tokens are R rows in one flat list: B = 1, T = N
 
 
 def attended(
@@ -39,13 +41,21 @@ def attended(
         when `at` is None as well, the T tokens see one another.
       seen: keys and values of another layer, in place of its own.
     """
+    packing = view.packing
     if seen is None:
         seen = LayerCache(*attention.keys_values(x, view.cos, view.sin, eps))
+        if packing is not None:
+            seen = packing.keys_values(seen)
         if own is not None:
             seen = write(own, seen.k, seen.v, at)
     k, v = seen.k.astype(x.dtype), seen.v.astype(x.dtype)
     q = attention.queries(x, view.cos, view.sin, eps)
+    axes = ("batch", "heads", None, None, None)
+    if packing is not None:
+        q = packing.rows(q, axes, 3)
     heads = (attend_causally if at is None else attend)(q, k, v, view.mask, attention.scale)
+    if packing is not None:
+        heads = packing.flat(heads, axes, 3)
     return attention.output(heads), seen
 
 

@@ -18,6 +18,7 @@ from dspark_jax.models.cache import KVCache, LayerCache, write
 from dspark_jax.models.drafter_base import DrafterBase
 from dspark_jax.models.heads import ConfidenceHead, MarkovHead
 from dspark_jax.models.layers import Attention, Mlp, RopeConfig, rms_norm, rope_angles
+from dspark_jax.models.packing import Packing
 from dspark_jax.models.target import TargetConfig, TargetHead, check_taps
 
 
@@ -275,14 +276,20 @@ class Drafter(DrafterBase):
             len(self.layers), batch, capacity, shape.num_kv_heads, shape.head_dim, self.dtype
         )
 
-    def extend(self, cache: KVCache, taps: jax.Array) -> KVCache:
+    def extend(self, cache: KVCache, taps: jax.Array, packing: Packing | None = None) -> KVCache:
         """Writes the context of tokens the target has just run; the caller advances the length.
 
         Args:
-          taps: [B, T, L, D] of the tokens at positions cache.length ... + T - 1.
+          taps: [B, T, L, D] of the tokens at positions cache.length ... + T - 1; with `packing`
+            [1, N, L, D].
         """
-        positions = cache.length[:, None] + jnp.arange(taps.shape[1])
+        width = taps.shape[1] if packing is None else packing.width
+        positions = cache.length[:, None] + jnp.arange(width)
+        if packing is not None:
+            positions = packing.flat(positions, ("batch", None))
         new = self.context(taps, positions)
+        if packing is not None:
+            new = tuple(packing.keys_values(layer) for layer in new)
         layers = tuple(
             write(old, layer.k, layer.v, cache.length)
             for old, layer in zip(cache.layers, new, strict=True)
@@ -309,12 +316,13 @@ class Drafter(DrafterBase):
         taps: jax.Array,
         following: jax.Array,
         count: jax.Array,
+        packing: Packing | None = None,
     ) -> KVCache:
         """`state` and the first `count` i32[B] of the positions that the target has just run.
 
-        Arguments as for `begin`.
+        Arguments as for `begin`; with `packing` the taps are those of its flat list, [1, N, L, D].
         """
-        return self.extend(state, taps).advance(count)
+        return self.extend(state, taps, packing).advance(count)
 
     def draft_hidden(self, head: TargetHead, anchor: jax.Array, cache: KVCache) -> jax.Array:
         """Hidden states [B, G, D] of one block per row.

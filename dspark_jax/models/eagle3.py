@@ -20,6 +20,7 @@ from dspark_jax.models.cache import KVCache, LayerCache, write
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.drafter_base import DrafterBase
 from dspark_jax.models.layers import Attention, Mlp, masked_softmax, rms_norm, rope_angles
+from dspark_jax.models.packing import Packing
 from dspark_jax.models.target import TargetHead
 
 
@@ -239,6 +240,15 @@ class Eagle3Drafter(DrafterBase):
         _, hidden = jax.lax.scan(step, start, (jnp.moveaxis(tokens, 2, 0), steps))
         return jnp.moveaxis(hidden, 0, 2)
 
+    def empty_cache(self, batch: int, capacity: int) -> Eagle3State:
+        """What decoding starts from."""
+        shape = self.shape
+        cache = KVCache.zeros(1, batch, capacity, shape.num_kv_heads, shape.head_dim, self.dtype)
+        nothing = jnp.zeros(
+            (batch, shape.hidden_size), self.dtype, out_sharding=spec("batch", None)
+        )
+        return Eagle3State(cache, nothing)
+
     def begin(
         self, head: TargetHead, taps: jax.Array, following: jax.Array, lengths: jax.Array, size: int
     ) -> Eagle3State:
@@ -249,12 +259,8 @@ class Eagle3Drafter(DrafterBase):
           taps: [B, T, L, D], right-padded; lengths: i32[B], how many of them count.
           following: i32[B, T], the token after each position: that of the last one is the anchor.
         """
-        shape, batch = self.shape, taps.shape[0]
-        cache = KVCache.zeros(1, batch, size, shape.num_kv_heads, shape.head_dim, self.dtype)
-        nothing = jnp.zeros(
-            (batch, shape.hidden_size), self.dtype, out_sharding=spec("batch", None)
-        )
-        return self.commit(head, Eagle3State(cache, nothing), taps, following, lengths)
+        empty = self.empty_cache(taps.shape[0], size)
+        return self.commit(head, empty, taps, following, lengths)
 
     def commit(
         self,
@@ -263,14 +269,22 @@ class Eagle3Drafter(DrafterBase):
         taps: jax.Array,
         following: jax.Array,
         count: jax.Array,
+        packing: Packing | None = None,
     ) -> Eagle3State:
         """`state` and the first `count` i32[B] of the positions that the target has just run.
 
-        Arguments as for `begin`.
+        Arguments as for `begin`; with `packing` the taps are those of its flat list, [1, N, L, D].
         """
         cache, features = state.cache, self.features(taps)
-        positions = cache.length[:, None] + jnp.arange(taps.shape[1])
+        positions = cache.length[:, None] + jnp.arange(following.shape[1])
+        if packing is not None:
+            following, positions = (
+                packing.flat(x, ("batch", None)) for x in (following, positions)
+            )
         new = self.context(head, features, following, positions)
+        if packing is not None:
+            new = packing.keys_values(new)
+            features = packing.rows(features, ("batch", None, None))
         layer = write(cache.layers[0], new.k, new.v, cache.length)
         last = jax.vmap(lambda rows, at: jax.lax.dynamic_index_in_dim(rows, at, keepdims=False))(
             features, jnp.maximum(count - 1, 0)

@@ -15,6 +15,7 @@ from dspark_jax.core.sharding import einsum, gather_rows, param
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.decoder import DecoderLayer, GemmaLayer, PerLayerInputs, View
 from dspark_jax.models.layers import mrope_angles, rms_norm, rope_angles
+from dspark_jax.models.packing import Packing
 from dspark_jax.models.target_config import TargetConfig
 
 
@@ -108,6 +109,7 @@ class Target(nnx.Module):
         positions: jax.Array | None = None,
         embeddings: jax.Array | None = None,
         deepstack: tuple[jax.Array, ...] = (),
+        packing: Packing | None = None,
     ) -> TargetOutput:
         """Runs tokens i32[B, T] through all layers.
 
@@ -123,13 +125,15 @@ class Target(nnx.Module):
           embeddings: [B, T, D] in place of the tokens' own, images already merged into them.
           deepstack: [B, T, D] to add behind each of the first layers (Qwen3-VL: features of an
             image at its tokens, 0 elsewhere); not part of these layers' taps.
+          packing: the tokens i32[1, N] are those of the R rows of `cache` in one flat list, with
+            output as flat; slots of a row beyond its count leave keys behind that nothing sees.
 
         Returns:
           TargetOutput; logits are `target.head.logits(output.hidden)`.
         """
         cfg = self.config
         at = None if cache is None else cache.length
-        views = self._views(tokens.shape, cache, documents, positions)
+        views = self._views(tokens.shape, cache, documents, positions, packing)
         x = self.head.embeddings(tokens, jnp.dtype(cfg.dtype))
         if embeddings is not None:
             x = embeddings.astype(x.dtype)
@@ -159,9 +163,11 @@ class Target(nnx.Module):
         cache: KVCache | None,
         documents: jax.Array | None,
         positions: jax.Array | None,
+        packing: Packing | None,
     ) -> dict[bool, View]:
         """What sliding layers (True) and the others (False) see."""
-        cfg, steps = self.config, jnp.arange(shape[1])
+        width = shape[1] if packing is None else packing.width
+        cfg, steps = self.config, jnp.arange(width)
         if cache is not None:
             queries = cache.length[:, None] + steps
             distance = queries[:, :, None] - jnp.arange(cache.capacity)
@@ -172,16 +178,18 @@ class Target(nnx.Module):
             mask = distance >= 0
             if documents is not None:
                 mask = mask & (documents[:, :, None] == documents[:, None, :])
+        if packing is not None:
+            queries = packing.flat(queries, ("batch", None))
         positions = queries if positions is None else positions
         if positions.ndim == 3:
             angles = mrope_angles(cfg.rope, cfg.head_dim, positions, cfg.mrope_section)
         else:
             dim = cfg.gemma4.global_head_dim if cfg.gemma4 else cfg.head_dim
             angles = rope_angles(cfg.rope, dim, positions)
-        views = {False: View(*angles, mask)}
+        views = {False: View(*angles, mask, packing)}
         if cfg.sliding is not None:
             angles = rope_angles(cfg.sliding.rope, cfg.head_dim, positions)
-            views[True] = View(*angles, mask & (distance < cfg.sliding.window))
+            views[True] = View(*angles, mask & (distance < cfg.sliding.window), packing)
         return views
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
