@@ -63,18 +63,7 @@ def dspark_loss(
     """
     rows, slots = blocks.anchors.shape[0], weights.slots.shape[1:]
     take = jax.vmap(lambda values, index: values[index])
-    anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
-    anchor_positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
-    if drafter.config.algorithm == "eagle3":
-        hidden = chain_hidden(drafter, head, batch, blocks)
-    else:
-        padding = (batch.documents == 0)[..., None, None]
-        context = drafter.context(jnp.where(padding, 0, batch.taps), batch.positions)
-        hidden = drafter.backbone(head, anchor_tokens, anchor_positions, context, blocks.visible)
-    # Masked before use: whatever padding or a slot behind the last supervised one holds has no
-    # influence, not even as 0 * NaN. The state of an rnn head passes through those before it.
-    reached = jax.lax.cummax(blocks.supervised.astype(jnp.int32), axis=2, reverse=True)
-    hidden = jnp.where(reached[..., None] > 0, hidden, 0)
+    hidden = block_hidden(drafter, head, batch, blocks)
     prev = jnp.take_along_axis(batch.tokens, blocks.prev_index.reshape(rows, -1), axis=1)
     latent = w2 = prev_rows = None
     if drafter.config.markov_rank:
@@ -123,6 +112,26 @@ def dspark_loss(
     return loss, jax.lax.stop_gradient(
         _sums(terms, bce, confidence, weights, supervised, blocks, silent)
     )
+
+
+def block_hidden(drafter: AnyDrafter, head: TargetHead, batch: Batch, blocks: Blocks) -> jax.Array:
+    """Hidden states of all slots of a micro-batch, [B, A, G, D]; 0 where nothing reaches the loss.
+
+    Args:
+      head: the target's.
+    """
+    anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
+    anchor_positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
+    if drafter.config.algorithm == "eagle3":
+        hidden = chain_hidden(drafter, head, batch, blocks)
+    else:
+        padding = (batch.documents == 0)[..., None, None]
+        context = drafter.context(jnp.where(padding, 0, batch.taps), batch.positions)
+        hidden = drafter.backbone(head, anchor_tokens, anchor_positions, context, blocks.visible)
+    # Masked before use: whatever padding or a slot behind the last supervised one holds has no
+    # influence, not even as 0 * NaN. The state of an rnn head passes through those before it.
+    reached = jax.lax.cummax(blocks.supervised.astype(jnp.int32), axis=2, reverse=True)
+    return jnp.where(reached[..., None] > 0, hidden, 0)
 
 
 def _sums(
