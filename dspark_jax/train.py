@@ -12,6 +12,8 @@ and it goes on from the last checkpoint, with the very losses of an uninterrupte
 drafter.init_from starts from the drafter of another run, of a speculators or DeepSpec folder or of
 the hub, which must be the one that the config describes.
 
+--config.profile=True measures where the time of a step goes and leaves a trace in WORKDIR/profile.
+
 WORKDIR holds config.json, metrics.jsonl, TensorBoard events, checkpoints/STEP and
 training_curve.png.
 """
@@ -46,6 +48,7 @@ from dspark_jax.features.local import LocalSource, check_features
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.target_config import FAMILIES
 from dspark_jax.models.warm_start import check_warm_start
+from dspark_jax.training import profile
 from dspark_jax.training.checkpoint import (
     RunRecord,
     open_checkpoints,
@@ -130,6 +133,17 @@ def _train(
                 state = start_from(state, given, f"drafter.init_from={config.drafter.init_from}")
         if start >= num_steps:
             return validate()
+        if config.profile:
+            if num_steps - start <= profile.STEPS:
+                raise UserError(
+                    f"profile=True takes {profile.STEPS} steps and then goes on, but there are "
+                    f"{num_steps - start} to go: raise --config.train.num_steps"
+                )
+            state, result = profile.profile(
+                state, target.model, source, start, workdir, tx=tx, recipe=recipe
+            )
+            start += profile.STEPS
+            _check_finite((start - 1, result), source)
         batch = source.batch(start)
         if check_features(batch, config.drafter.target_layer_ids):
             raise UserError(

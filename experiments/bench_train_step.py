@@ -15,8 +15,8 @@ freed (`TUNED` below), since on CPUs it spends much time in page faults otherwis
 over the steps of all processes of a side; memory is what the timed steps needed at most, and above
 what lay there between two steps.
 
-The share of the machine's rate is the time that the fewest FLOPs of a step (train_step/our_step.py
-counts them) take at the best rate that a matrix product in XLA reaches in the same run, over ours.
+The share of the machine's rate is the time that the fewest FLOPs of a step (training/flops.py)
+take at the best rate that a matrix product in XLA reaches in the same run, over our time.
 
 Leaves OUT/bench_train_step.json and prints a table. Run it again after a kill: finished cases stay.
 """

@@ -45,4 +45,4 @@ def test_least_flops_are_those_of_the_products_one_by_one():
     products += [(slots, 576, 1000)] * 2 + [(positions, 576, 1000)]  # logits and back; target's
     products += [(positions, 64, 1000)] * 3  # bias, its latent's gradient, W2's
     count = sum(2.0 * m * k * n for m, k, n in products)
-    assert least_flops(case, shape, anchors) == pytest.approx(count, rel=1e-12)
+    assert least_flops(shape, anchors) == pytest.approx(count, rel=1e-12)

@@ -234,6 +234,7 @@ class RunConfig:
     """A whole run: what `configs/*.py` return, checked.
 
     `semantics` is the preset that some fields came from (core/semantics.py); the fields rule.
+    `profile` measures the first steps and leaves a trace in WORKDIR/profile (training/profile.py).
     """
 
     target: str
@@ -242,6 +243,7 @@ class RunConfig:
     semantics: str = ""
     seed: int = 0
     target_dtype: str = "bfloat16"
+    profile: bool = False
     mesh: MeshConfig = MeshConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig = TrainConfig()

@@ -1,4 +1,4 @@
-"""The two pictures of a run: how training went, and how far drafts get, slot by slot.
+"""The pictures of a run: how training went, how far drafts get, and when a step does what.
 
 Needs matplotlib, which the commands can do without.
 """
@@ -106,6 +106,28 @@ def acceptance_per_slot(sets: Mapping[str, Mapping[str, Any]], out_png: str | os
         axis.set_ylim(0, 1.03)
         axis.tick_params(labelleft=True)
     axes[1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    _save(figure, out_png)
+
+
+def timeline(
+    rows: Mapping[str, Sequence[tuple[float, float]]], out_png: str | os.PathLike, title: str
+) -> None:
+    """Draws when each row was busy: name -> [(begin, end) in seconds], the first row on top.
+
+    Raises:
+        UserError: there is nothing to draw, the file cannot be written, or there is no matplotlib.
+    """
+    if not any(rows.values()):
+        raise UserError("the trace holds none of the steps")
+    figure = _figure(width=9.2, height=0.9 + 0.42 * len(rows))
+    axis = figure.subplots()
+    _style(axis, title, "seconds", "")
+    for place, spans in enumerate(rows.values()):
+        bars = [(begin, end - begin) for begin, end in spans]
+        axis.broken_barh(bars, (place - 0.35, 0.7), facecolors=COLOURS[place % len(COLOURS)])
+    axis.set_yticks(range(len(rows)), list(rows))
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
     _save(figure, out_png)
 
 

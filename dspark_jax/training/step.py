@@ -115,7 +115,7 @@ def train_step(
     config: DrafterConfig = state.drafter.config
     # 1. Anchors of all rows, and the weight of the whole batch.
     key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
-    blocks, weights = _all_blocks(key, batch, config, recipe)
+    blocks, weights = all_blocks(key, batch, config, recipe)
     total = weights.unit.sum()
 
     # 2. Loss and gradient: shares of micro-batches add up.
@@ -155,13 +155,13 @@ def train_step(
 @functools.partial(jax.jit, static_argnames="recipe")
 def validation_step(drafter: AnyDrafter, head: TargetHead, batch: Batch, *, recipe: Recipe) -> Sums:
     """Sums over one batch with fixed anchors; uses no training randomness."""
-    blocks, weights = _all_blocks(jax.random.key(0), batch, drafter.config, recipe)
+    blocks, weights = all_blocks(jax.random.key(0), batch, drafter.config, recipe)
     micro, _ = _split_first((batch, blocks, weights))
     _, sums = dspark_loss(drafter, head, *micro, weights.unit.sum(), recipe.loss, recipe.chunk)
     return sums
 
 
-def _all_blocks(
+def all_blocks(
     key: jax.Array, batch: Batch, config: DrafterConfig, recipe: Recipe
 ) -> tuple[Blocks, SlotWeights]:
     """Blocks and slot weights of all micro-batches, arrays [M, B, ...]."""

@@ -1,13 +1,7 @@
 """Our side of bench_train_step.py: a case's inputs, and the train step timed in its own process.
 
-    python our_step.py prepare FOLDER    FOLDER/case.json -> export/, drafter.npz, inputs.npz
-    python our_step.py time FOLDER       -> ours.json
-
-The fewest FLOPs of a step (`least_flops`): every product of activations with a trained matrix is
-one forward and two backward (the gradients of its input and its own), with the target's frozen head
-one and one. Slots go through all of it; the target's logits and the Markov bias are functions of
-the token's position and needed once for each. Context attention counts what each anchor may see.
-Norms, softmaxes and the optimizer count nothing.
+python our_step.py prepare FOLDER    FOLDER/case.json -> export/, drafter.npz, inputs.npz
+python our_step.py time FOLDER       -> ours.json
 """
 
 import ctypes
@@ -33,6 +27,7 @@ from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.layers import rms_norm
 from dspark_jax.training.anchors import sample_anchors
 from dspark_jax.training.checkpoint import start_from
+from dspark_jax.training.flops import StepSizes, drafter_flops
 from dspark_jax.training.step import Recipe, init_state, train_step
 from dspark_jax.weights.config_parts import Origin, Verifier
 from dspark_jax.weights.export import export_drafter
@@ -63,22 +58,15 @@ class Case:
         return f"l{self.layers}_r{self.rank}_a{self.anchors}_v{self.vocab}"
 
 
-def least_flops(case: Case, shape: DrafterShape, anchors: np.ndarray) -> float:
-    """The fewest floating-point operations of a step; see the top.
+def least_flops(shape: DrafterShape, anchors: np.ndarray) -> float:
+    """The fewest floating-point operations of a step (training/flops.py says what counts).
 
     Args:
       anchors: i32[A], filled ones.
     """
-    d, width = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
-    slots, block = len(anchors) * BLOCK, BLOCK
-    labels = len(np.unique(anchors[:, None] + np.arange(1, block + 1)))
-    per_slot = 2 * d * q + d * kv + 3 * d * width
-    attention = 2 * q * block * (anchors.sum() + len(anchors) * block)  # scores and values
-    layer = 3 * (slots * per_slot + LENGTH * d * kv + attention)
-    context = 2 * LENGTH * len(TAPS) * d * d  # no gradient for the taps
-    vocabulary = case.vocab * (2 * slots * d + labels * d + 3 * labels * case.rank)
-    return 2.0 * (case.layers * layer + context + vocabulary)
+    labels = np.unique(anchors[:, None] + np.arange(1, BLOCK + 1))
+    sizes = StepSizes(LENGTH, len(anchors) * BLOCK, len(labels), int(anchors.sum()))
+    return drafter_flops(shape, sizes)
 
 
 def config_of(case: Case, whole: int) -> RunConfig:
@@ -212,7 +200,7 @@ def time_ours(folder: Path) -> None:
         "ready_seconds": ready,
         "idle_bytes": idle,
         "peak_bytes": resident("VmHWM"),
-        "least_flops": least_flops(case, shape, filled),
+        "least_flops": least_flops(shape, filled),
         "flops_per_second": product_rate(),
         "versions": {"jax": jax.__version__},
     }
