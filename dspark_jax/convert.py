@@ -142,7 +142,7 @@ def convert(
         print(f"note: {note}")
     reason = format_of(to, exported.kind, source).unservable(shape)
     print(f"\nnot for vLLM: {reason}" if reason else f"\n{exported.serve}")
-    if served is not None and exported.kind != "eagle3":  # which preflight does not judge
+    if served is not None:
         check_export(
             exported.directory, served, "sglang" if reason and to == "deepspec" else "vllm"
         )

@@ -19,7 +19,9 @@ What is compared: the anchor flag and the number of proposals, the tapped layers
 counted from, sizes, RoPE, the mask token, heads against tensors, dtypes, the draft vocabulary, and
 whether this is the target trained with (fingerprint, tokenizer, chat template). Then what the
 engine takes. vLLM: both layouts, vanilla heads, DSpark in its GPU runner V2 only. SGLang: the
-DeepSpec layout, all three heads, the whole vocabulary. tpu-inference: DFlash, fill-in.
+DeepSpec layout, all three heads, the whole vocabulary. tpu-inference: DFlash, fill-in. EAGLE-3 is
+judged by the norms, taps, tables and proposals of its own, which vLLM takes in speculators' layout;
+the other two want a layout that is not written here, and DeepSpec's is run by DeepSpec alone.
 
 --data is the data folder of prepare. With it the mask token is looked for in every document, and
 the beginnings of the documents are compared with the target's chat template.

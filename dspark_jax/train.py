@@ -78,7 +78,7 @@ _optimizer = functools.cache(make_optimizer)
 def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
     """Trains (or goes on training) in `workdir`; returns the last validation metrics."""
     with jax.set_mesh(make_mesh(config.mesh.fsdp, config.mesh.tp)):
-        target = open_target(config.target, config.target_dtype)
+        target = open_target(config.target, config.target_dtype, config.drafter)
         shape = DrafterShape.of(config.drafter, target.model.config)
         if config.drafter.init == "target":
             check_warm_start(shape, target.model.config)

@@ -55,7 +55,7 @@ from ml_collections import config_dict
 def get_config(variant=""):
     if variant not in ("", "no_markov"):
         raise ValueError(f"no variant {variant!r}; there is no_markov")
-    return config_dict.create(train=dict(learning_rate=1e-3, steps=3), taps=(1, 2))
+    return config_dict.create(train=dict(learning_rate=1e-3, steps=3, fast=True), taps=(1, 2))
 """,
     "raises.py": 'def get_config():\n    return {}["rank"]\n',
     "opens.py": 'def get_config():\n    return open("prompts.txt")\n',
@@ -107,9 +107,10 @@ def test_help_teaches_and_succeeds(folder):
         (["--config=good.py", "--config.train.lernin_rate=1"], "--config.train.lernin_rate: "),
         (["--config=good.py", "--config.train.lernin_rate=1"], "did you mean 'learning_rate'?"),
         (["--config=good.py", "--config.trian.steps=1"], "--config.trian.steps: "),
-        (["--config=good.py", "--config.train.learning_rate=abc"], "--config.train.learning_rate"),
-        (["--config=good.py", "--config.train.steps=1.5"], "--config.train.steps=1.5: "),
-        (["--config=good.py", "--config.train=3"], "--config.train=3: "),
+        (["--config=good.py", "--config.train.learning_rate=abc"], "rate=abc: must be a number"),
+        (["--config=good.py", "--config.train.steps=1.5"], "steps=1.5: must be a whole number"),
+        (["--config=good.py", "--config.train.fast=maybe"], "fast=maybe: must be true or false"),
+        (["--config=good.py", "--config.train=3"], "--config.train=3: must be a group of fields"),
         (["--config=good.py", "--wokdir=a"], "'wokdir'. Did you mean: workdir"),
         (["--config=good.py", "--workdir"], "Missing value for flag --workdir"),
         (["--config=good.py", "--do=nothing"], "--do=nothing: "),

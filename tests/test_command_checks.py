@@ -328,6 +328,13 @@ def test_eagle3_is_checked_as_well_but_for_what_it_lacks(good):
     for field, value in (("hidden_size", 8), ("target_layers", 6), ("rope", RopeConfig(7.0))):
         (finding,) = check_run(dataclasses.replace(shape, **{field: value}), facts)
         assert finding.severity == "refuse"
+    capped = dataclasses.replace(shape, logit_softcap=30.0)
+    (finding,) = check_run(capped, facts)  # which convert would refuse to write
+    assert (finding.severity, finding.what) == ("warn", "not servable")
+    assert check_run(capped, facts, facts.fingerprint) == []  # once it is trained: too late
+    granite = dataclasses.replace(facts, config=facts.config | {"model_type": "granite"})
+    (finding,) = check_run(shape, granite)
+    assert (finding.severity, finding.what) == ("warn", "target family")
 
 
 def test_the_template_in_the_fingerprint(good, tmp_path):

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from eagle3_reference import EAGLE3
 from safetensors.numpy import load_file, save_file
 
 from dspark_jax import preflight as command
@@ -25,17 +26,17 @@ from dspark_jax.checks.facts import read_drafter
 from dspark_jax.checks.preflight import backbone, preflight
 from dspark_jax.checks.target import read_target
 from dspark_jax.checks.weights import expected_tensors
-from dspark_jax.core.config import DrafterConfig, to_mapping
+from dspark_jax.core.config import DrafterConfig, Eagle3Config, to_mapping
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.core.trees import named
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.weights import names
 from dspark_jax.weights.compare import empty_drafter
-from dspark_jax.weights.config_parts import Verifier
-from dspark_jax.weights.drafter_file import DrafterFile, read_shape
+from dspark_jax.weights.config_parts import Origin, Verifier
+from dspark_jax.weights.drafter_file import DrafterFile
 from dspark_jax.weights.fingerprint import fingerprint
-from dspark_jax.weights.layouts import speculators_config
+from dspark_jax.weights.layouts import algorithm_of, format_of, read_config
 from dspark_jax.weights.safetensors import target_config
 from dspark_jax.weights.vocab_tables import tables_of
 
@@ -49,21 +50,33 @@ DFLASH = {
     "confidence_head": False,
     "sample_from_anchor": False,
 }
+# EAGLE-3.
+CHAINS = {
+    "chain": EAGLE3,
+    "llama chain": EAGLE3 | {"eagle3": Eagle3Config(qk_norm=False, norm_before_residual=True)},
+    "pruned chain": EAGLE3 | {"vocab_size": 6, "eagle3": Eagle3Config(fc_norm=True)},
+    "normed chain": EAGLE3 | {"eagle3": Eagle3Config(norm_before_fc=True, norm_output=True)},
+}
 DRAFTED = np.array([tiny.END, 5, 9, 40, 41, 70], np.int32)
 WIDTH = tiny.HIDDEN
 
 
-def write_drafter(folder: pathlib.Path, target: pathlib.Path, **changes) -> pathlib.Path:
+def write_drafter(
+    folder: pathlib.Path, target: pathlib.Path, layout: str = "speculators", **changes
+) -> pathlib.Path:
     """A drafter as convert writes it, without the probe that convert compiles."""
     config = dataclasses.replace(CONFIG, **changes)
     shape = DrafterShape.of(config, target_config(target, "float32"))
     folder.mkdir(parents=True)
-    described = speculators_config(shape, Verifier(str(target), ("LlamaForCausalLM",)), "float32")
+    verifier = Verifier(str(target), ("LlamaForCausalLM",))
+    origin = Origin(1, {"drafter": to_mapping(config)}, fingerprint(target, "tiny"))
+    described = format_of(layout, algorithm_of(shape), "here").config
+    described = described(shape, verifier, "float32", origin)
     (folder / "config.json").write_text(json.dumps(described))
     record = {
         "step": 1,
-        "config": {"drafter": to_mapping(config)},
-        "target": dataclasses.asdict(fingerprint(target, "tiny")),
+        "config": origin.recipe,
+        "target": dataclasses.asdict(origin.fingerprint),
     }
     (folder / "dspark_jax.json").write_text(json.dumps(record))
     rng, tensors = np.random.default_rng(0), {}
@@ -71,8 +84,12 @@ def write_drafter(folder: pathlib.Path, target: pathlib.Path, **changes) -> path
         tensors[name] = rng.standard_normal(size, np.float32)
     taps = len(config.target_layer_ids)
     tensors["fc.weight"] = rng.standard_normal((WIDTH, taps * WIDTH), np.float32)
+    theirs = load_file(target / "model.safetensors")
+    head = theirs["lm_head.weight"]
+    if config.algorithm == "eagle3":
+        tensors |= {"embed_tokens.weight": theirs["model.embed_tokens.weight"]}
+        tensors |= {"lm_head.weight": head}
     if shape.pruned:
-        head = load_file(target / "model.safetensors")["lm_head.weight"]
         tensors |= {"lm_head.weight": head[DRAFTED], **tables_of(DRAFTED, shape.vocab_size)}
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -101,6 +118,9 @@ def good(tmp_path_factory):
     write_drafter(folder / "pruned", target, vocab_size=len(DRAFTED))
     write_drafter(folder / "dflash", target, **DFLASH)
     flatten(write_drafter(folder / "deepspec", target))
+    for name, options in CHAINS.items():
+        write_drafter(folder / name, target, **options)
+    write_drafter(folder / "flat chain", target, "deepspec", **EAGLE3)
     return folder
 
 
@@ -158,10 +178,28 @@ def findings(drafter, target, engine, data=None):
         ("dflash", "tpu-inference"),
         ("deepspec", "vllm"),
         ("deepspec", "sglang"),
+        *((name, "vllm") for name in CHAINS),
     ],
 )
 def test_nothing_is_found_where_nothing_is_wrong(good, kind, engine):
     assert findings(good / kind, good / "target", engine) == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tpu-inference"])
+def test_a_right_chain_of_deepspec_is_refused_for_its_class_alone(good, engine):
+    """No engine has it: DeepSpec runs it itself. In speculators' layout vLLM does, see above."""
+    (finding,) = findings(good / "flat chain", good / "target", engine)
+    assert (finding.severity, finding.what) == ("refuse", "layout")
+    assert f"['Qwen3Eagle3Model']: {engine} has no class" in finding.why
+
+
+def test_what_is_not_of_eagle3_is_not_asked(good, tmp_path):
+    """Mask token, block, heads and anchor flag: absent as they are, or anything at all."""
+    odd = {"mask_token_id": tiny.PAD, "block_size": 0, "markov_rank": 0, "sample_from_anchor": True}
+    target, drafter = good / "target", shutil.copytree(good / "chain", tmp_path / "drafter")
+    for values in (odd, {"enable_confidence_head": True, "markov_head_type": "bigram"}):
+        edit(drafter, **values)
+        assert findings(drafter, target, "vllm") == []
 
 
 def test_all_three_heads_are_served_by_sglang(copy):
@@ -256,7 +294,8 @@ VERIFIER = "speculators_config__verifier__"
 WRONG = [
     # The kind and the layout.
     ("dspark", "vllm", c(speculators_model_type="dsprak"), ["refuse kind of drafter"], "'dsprak'"),
-    ("deepspec", "vllm", c(architectures=["Eagle3Model"]), ["refuse kind of drafter"], "EAGLE-3"),
+    ("deepspec", "vllm", c(architectures=["LlamaForCausalLMEagle3"]),
+     ["refuse kind of drafter"], "Qwen3Eagle3Model are judged here"),
     ("deepspec", "vllm", c(architectures=["MyDSpark"]), ["refuse layout"], "DeepSeek-V4"),
     ("dspark", "sglang", c(), ["refuse layout"], "speculators layout"),
     ("dspark", "tpu-inference", c(), ["refuse head not servable"], "it has no DSpark"),
@@ -424,6 +463,97 @@ WRONG = [
      ["refuse verifier"], "the target's are ['LlamaForCausalLM']"),
     ("dflash", "tpu-inference", lambda d, s: edit(s, model_type="mistral"),
      ["refuse target config", "refuse verifier", "warn target family"], "another config.json"),
+    # EAGLE-3: the layouts.
+    ("chain", "sglang", c(), ["refuse layout"], "LlamaForCausalLMEagle3"),
+    ("chain", "tpu-inference", c(), ["refuse layout", "refuse layer ids"], "Llama layers only"),
+    ("normed chain", "tpu-inference", c(num_target_layers=36),
+     ["refuse target depth", "refuse layout", "refuse layer ids", "refuse norm flag",
+      "refuse norm flag"], "36, the target has 4"),
+    ("llama chain", "tpu-inference", c(), ["refuse layout", "refuse layer ids"], "under midlayer"),
+    ("flat chain", "vllm", c(ttt_length=MISSING), ["refuse missing field", "refuse layout"],
+     "ttt_length"),
+    ("flat chain", "sglang", c(ttt_length=9), ["refuse recipe", "refuse layout"],
+     "9, trained with 3"),
+    # EAGLE-3: its tapped layers.
+    ("chain", "vllm", c(eagle_aux_hidden_state_layer_ids=[0, 2]),
+     ["refuse layer id offset", "warn layer id offset"], "trained with [0, 2]"),
+    ("chain", "vllm", c(eagle_aux_hidden_state_layer_ids=[1, 4]),
+     ["refuse last layer", "refuse layer ids"], "3 (from 0) is the last"),
+    ("chain", "vllm", c(eagle_aux_hidden_state_layer_ids=[1, 9]),
+     ["refuse layer ids", "refuse layer ids"], "[8] (from 0) of a target with layers 0 to 3"),
+    ("chain", "vllm", c(eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
+     ["refuse layer ids", "refuse layer ids", "refuse layer ids"],
+     "takes 2 taps, config.json lists 3"),
+    ("chain", "vllm", c(eagle_aux_hidden_state_layer_ids=MISSING), ["refuse layer ids"],
+     "no usable eagle_aux_hidden_state_layer_ids"),
+    ("chain", "vllm", c(eagle_aux_hidden_state_layer_ids=MISSING, target_layer_ids=[0, 2]),
+     ["refuse layer ids"], "default taps"),
+    ("llama chain", "vllm", c(**{f"{LAYERS}num_aux_hidden_states": MISSING}),
+     ["refuse layer ids"], "missing: vLLM builds fc for 3 taps, config.json lists 2"),
+    ("chain", "vllm", c(**{f"{LAYERS}num_aux_hidden_states": MISSING}), [], None),
+    # EAGLE-3: sizes, norms, proposals.
+    ("chain", "vllm", c(draft_vocab_size=MISSING), ["refuse missing field"], "draft_vocab_size"),
+    ("chain", "vllm", c(**{f"{LAYERS}num_hidden_layers": 2,
+        f"{LAYERS}layer_types": ["full_attention"] * 2}),
+     ["refuse draft layers", "refuse missing tensor", "refuse recipe"],
+     "only EAGLE-3 drafters of one layer"),
+    ("chain", "vllm", c(**{f"{LAYERS}layer_types": ["sliding_attention"]}),
+     ["refuse draft layers"], "'full_attention' is supported"),
+    ("llama chain", "vllm", c(norm_before_residual=MISSING),
+     ["refuse norm flag"], "speculators takes that for false, vLLM for true"),
+    ("llama chain", "vllm", c(norm_before_residual=False), ["refuse recipe"], "trained with True"),
+    ("chain", "vllm", lambda d, s: (
+        edit(d, norm_before_residual=MISSING),
+        edit(d, **{f"{LAYERS}norm_before_residual": False})),
+     ["refuse norm flag"], "it would take True"),
+    ("chain", "vllm", c(norm_before_residual="no"), ["refuse unreadable"], "which cannot be"),
+    ("chain", "vllm", c(fc_norm=True), ["refuse missing tensor", "refuse recipe"], "fc_norm.0"),
+    ("pruned chain", "vllm", c(fc_norm=False), ["refuse unknown tensor", "refuse recipe"],
+     "fc_norm.0"),
+    ("normed chain", "vllm", c(fc_norm=True),
+     ["refuse draft layers", "refuse missing tensor", "refuse recipe"], "exclude each other"),
+    ("chain", "vllm", c(**{f"{LAYERS}model_type": "llama"}),
+     ["refuse unknown tensor", "refuse recipe"], "q_norm"),
+    ("chain", "vllm", proposals(5), ["warn proposals"], "trained to unroll 3 steps"),
+    ("chain", "vllm", proposals(0), ["refuse proposals"], "speculative_tokens=0"),
+    ("chain", "vllm", c(**{PROPOSALS: MISSING}), ["refuse proposals"], "speculative_tokens=None"),
+    ("chain", "vllm", c(**{"rope_theta": 1e4, f"{LAYERS}rope_parameters__rope_theta": 1e4}),
+     ["warn RoPE"], "theta 10000.0 (target 100.0)"),
+    ("chain", "vllm", c(dtype="bfloat16"), ["warn dtype"], "the tensors are F32"),
+    # EAGLE-3: tensors, and the target's tables among them.
+    ("chain", "vllm", t(lambda x: x.pop("layers.0.hidden_norm.weight")),
+     ["refuse missing tensor"], "layers.0.hidden_norm.weight"),
+    ("chain", "vllm", t(lambda x: x.update({"markov_head.markov_w2.weight": x[Q]})),
+     ["refuse unknown tensor"], "markov_w2"),
+    ("chain", "vllm", t(lambda x: x.update({Q: x[Q][:, :WIDTH].copy()})),
+     ["refuse tensor shape"], "[32, 32], config.json implies [32, 64]"),
+    ("chain", "vllm", t(lambda x: x.pop("embed_tokens.weight")),
+     ["warn shared tensor"], "speculators drafts with an untrained embedding"),
+    ("chain", "vllm", t(lambda x: x.pop("lm_head.weight")),
+     ["warn shared tensor"], "an untrained LM head"),
+    ("chain", "vllm", t(lambda x: x.update({"lm_head.weight": x["lm_head.weight"] * 2})),
+     ["warn shared tensor"], "not the target's rows"),
+    ("chain", "vllm", lambda d, s: (
+        (d / "dspark_jax.json").unlink(),
+        retensor(d, lambda x: x.update({"lm_head.weight": x["lm_head.weight"] * 2}))),
+     ["warn target identity"], "has no fingerprint"),  # others train a head of its own
+    ("chain", "vllm", lambda d, s: (
+        edit(d, embed_requires_grad=True),
+        retensor(d, lambda x: x.update({"embed_tokens.weight": x["embed_tokens.weight"] * 2}))),
+     [], None),
+    ("pruned chain", "vllm", t(absolute), ["refuse draft vocabulary"], "d2t holds target ids"),
+    ("pruned chain", "vllm", t(lambda x: x.pop("d2t")),
+     ["refuse draft vocabulary"], "draft ids would be target ids"),
+    ("pruned chain", "vllm", t(lambda x: x.pop("lm_head.weight")),
+     ["refuse draft vocabulary"], "the target's cannot be used"),
+    # EAGLE-3: another target.
+    ("chain", "vllm", other_target(seed=1),
+     ["refuse target weights", "refuse verifier", "warn shared tensor", "warn shared tensor"],
+     "a fine-tune, a cast or a quantisation"),
+    ("chain", "vllm", tokenizer, ["refuse tokenizer", "refuse verifier"], "tokenizer.json"),
+    ("chain", "vllm", other_template, ["warn chat template"], "has another chat template"),
+    ("chain", "vllm", lambda d, s: edit(s, model_type="granite"),
+     ["refuse target config", "refuse verifier", "warn target family"], "another config.json"),
 ]  # fmt: skip
 
 
@@ -515,15 +645,20 @@ def start_of(target: pathlib.Path) -> list[int]:
     return empty_user_turn_ids(open_tokenizer(target))
 
 
-@pytest.mark.parametrize("kind", ["dspark", "gated", "rnn", "pruned", "dflash"])
+@pytest.mark.parametrize(
+    "kind", ["dspark", "gated", "rnn", "pruned", "dflash", *CHAINS, "flat chain"]
+)
 def test_expected_tensors_are_those_of_the_importer(good, kind):
     facts = read_drafter(good / kind)
-    shape = read_shape(DrafterFile(good / kind / "config.json"))
+    layout, algorithm, shape = read_config(DrafterFile(good / kind / "config.json"))
     wanted = {"fc.weight": (WIDTH, 2 * WIDTH)}
+    if "lm_head.weight" in facts.tensors and algorithm == "eagle3":
+        wanted["lm_head.weight"] = (shape.draft_vocab, WIDTH)
+    table = format_of(layout, algorithm, kind).tensors
     with jax.set_mesh(make_mesh()):
         for ours, leaf in named(empty_drafter(shape)).items():
             if ours != names.DRAFT_IDS:
-                theirs, rows = names.to_file(names.DRAFTER, ours)
+                theirs, rows = names.to_file(table, ours)
                 wanted[theirs] = names.file_shape(leaf.shape, rows)
     assert expected_tensors(facts) | {"fc.weight": (WIDTH, 2 * WIDTH)} == wanted
     assert backbone(facts).rope == shape.rope

@@ -313,6 +313,17 @@ def test_a_drafter_and_another_target(good):
     assert "has another weights: use the same target" in line
 
 
+@pytest.mark.parametrize("tap, expected", [(9, "9 is out of range"), (1, "damaged or not a safe")])
+def test_taps_are_refused_before_the_weights_are_read(good, tmp_path, tap, expected):
+    """Two-sided: with taps that it has, the damaged weights are what is wrong."""
+    cut = shutil.copytree(good / "target", tmp_path / "cut")
+    truncate_weights(cut)
+    mapping = fields(good, {"target": str(cut), "drafter.target_layer_ids": (0, tap)})
+    workdir = tmp_path / "run"
+    line = message(lambda: train.run(from_mapping(RunConfig, mapping), workdir), workdir)
+    assert expected in line
+
+
 # The same as real commands
 
 

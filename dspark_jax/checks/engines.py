@@ -186,8 +186,25 @@ def check_vocabulary(drafter: DrafterFacts, target: TargetFacts, engine: str) ->
         why = f"{size} of {vocab}: {engine} has no map from draft ids for such drafters"
         remedy = "train with drafter.vocab_size=0, or serve with vLLM"
         yield Finding(REFUSE, "draft vocabulary", where, why, remedy)
+    yield from check_own_tables(drafter, target, engine)
+    if engine == "sglang" and any(-1 in taps for taps in drafter.taps.values()):
+        why = "-1, the embedding's output: SGLang takes layers from 0 on"  # dflash_utils.py
+        where = f"{_CONFIG}: target_layer_ids"
+        yield Finding(REFUSE, "layer ids", where, why, "train with decoder layers only")
+
+
+def check_own_tables(drafter: DrafterFacts, target: TargetFacts, engine: str) -> Iterator[Finding]:
+    """An embedding or LM head in the drafter's files that is not the target's."""
     for name in BORROWED:
-        if name in drafter.tensors and borrowed_rows_agree(drafter, target, name) is False:
+        trained = False
+        if drafter.kind == "eagle3" and name == "lm_head.weight":
+            # Most trainers of EAGLE-3 train a head of its own; ours uses the target's.
+            trained = drafter.record is None
+        elif drafter.kind == "eagle3":
+            trained = drafter.said["embed_requires_grad"]
+        if name not in drafter.tensors or trained:
+            continue
+        if borrowed_rows_agree(drafter, target, name) is False:
             where, why = f"weights: {name}", "not the target's rows"
             remedy = "leave it out, so that the target's is used, or use its own target"
             if engine == "sglang":  # models/dspark.py skips both; vLLM keeps a drafter's own
@@ -196,10 +213,6 @@ def check_vocabulary(drafter: DrafterFacts, target: TargetFacts, engine: str) ->
             else:
                 why += ": right only if it was trained with an embedding and head of its own"
                 yield Finding(WARN, "shared tensor", where, why, remedy)
-    if engine == "sglang" and any(-1 in taps for taps in drafter.taps.values()):
-        why = "-1, the embedding's output: SGLang takes layers from 0 on"  # dflash_utils.py
-        where = f"{_CONFIG}: target_layer_ids"
-        yield Finding(REFUSE, "layer ids", where, why, "train with decoder layers only")
 
 
 def check_positions(drafter: DrafterFacts, target: TargetFacts, engine: str) -> Iterator[Finding]:

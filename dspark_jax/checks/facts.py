@@ -51,6 +51,13 @@ FIELDS = {
     "sliding_window_non_causal": bool,
     "is_causal": bool,
     "causal": bool,
+    # EAGLE-3.
+    "ttt_length": int,
+    "norm_before_residual": bool,
+    "norm_before_fc": bool,
+    "fc_norm": bool,
+    "norm_output": bool,
+    "embed_requires_grad": bool,
 }
 # What no draft layer can be built without.
 SIZES = (
@@ -98,7 +105,7 @@ class DrafterFacts:
 
     Attributes:
       layout: speculators, or deepspec for a flat config.
-      kind: dspark or dflash; "" for anything else.
+      kind: dspark, dflash or eagle3; "" for anything else.
       said: the value of each of FIELDS; None if absent or unusable.
       tensors: headers by name without the prefix `model.`, which means nothing.
       tables: d2t and t2d, where there are.
@@ -145,7 +152,7 @@ class DrafterFacts:
     def head(self) -> str | None:
         """none, vanilla, gated or rnn, or what else the config calls it; None if not said."""
         if not self.said["markov_rank"]:
-            return "none" if self.said["markov_rank"] == 0 or self.kind == "dflash" else None
+            return "none" if self.said["markov_rank"] == 0 or self.kind != "dspark" else None
         return self.said["markov_head_type"]
 
     @property
@@ -157,6 +164,13 @@ class DrafterFacts:
             if ids and all(type(tap) is int for tap in ids):
                 found[name] = [tap - offset for tap in ids]
         return found
+
+    @property
+    def family(self) -> Any:
+        """The model_type of its layers."""
+        return self.file.sections.get("transformer_layer_config.", self.file.value).get(
+            "model_type", "qwen3"
+        )
 
     @property
     def sliding(self) -> list[bool]:
@@ -293,9 +307,11 @@ def _is_speculators(value: dict[str, Any]) -> bool:
 def _kind(value: dict[str, Any]) -> str:
     said = value.get("speculators_model_type")
     if said is not None:
-        return said if said in ("dspark", "dflash") else ""
-    classes = str(value.get("architectures") or "")
-    return "dspark" if "DSpark" in classes else "dflash" if "DFlash" in classes else ""
+        return said if said in ("dspark", "dflash", "eagle3") else ""
+    classes = value.get("architectures") or []
+    if any(str(name).endswith("Eagle3Model") for name in classes):
+        return "eagle3"
+    return "dspark" if "DSpark" in str(classes) else "dflash" if "DFlash" in str(classes) else ""
 
 
 def _unusable(where: str, error: UserError, path: Path) -> Finding:

@@ -3,13 +3,13 @@
 Verification repairs what a wrong drafter proposes, so most of these faults show only as a low
 accepted length. Here is what config.json says of the drafter and its target; the tensors are
 judged in weights.py, whether this is the target trained with in target.py, and what an engine
-accepts in engines.py. `preflight` runs them all.
+accepts in engines.py; what only EAGLE-3 has, in eagle3.py. `preflight` runs them all.
 """
 
 import copy
 from collections.abc import Callable, Iterator
 
-from dspark_jax.checks import engines
+from dspark_jax.checks import eagle3, engines
 from dspark_jax.checks import target as targets
 from dspark_jax.checks import weights as tensors
 from dspark_jax.checks.facts import (
@@ -27,6 +27,7 @@ from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.layers import RopeConfig
 from dspark_jax.weights.compare import ROPE_FIELDS
 from dspark_jax.weights.drafter_file import DrafterFile, read_shape
+from dspark_jax.weights.eagle3_file import read_eagle3_shape
 
 _CONFIG = "config.json"
 # What has a check of its own is made harmless before the strict reader sees the rest.
@@ -39,8 +40,31 @@ _HARMLESS = {
     "markov_rank": 0,
     "enable_confidence_head": False,
 }
+_HARMLESS_EAGLE3 = {
+    "speculators": {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 1}]},
+        "eagle_aux_hidden_state_layer_ids": [1],
+        "norm_before_residual": False,
+        "draft_vocab_size": 1,
+    },
+    "deepspec": {
+        "architectures": ["Qwen3Eagle3Model"],
+        "target_layer_ids": [0],
+        "ttt_length": 1,
+        "step_loss_decay": 1.0,
+    },
+}
 _OWN = {*_HARMLESS, *TAP_OFFSETS, "speculators_config", "draft_vocab_size", "target_hidden_size"}
 _OWN |= {"layer_types", "use_sliding_window", "markov_head_type", "confidence_head_with_markov"}
+_OWN_EAGLE3 = {name for values in _HARMLESS_EAGLE3.values() for name in values}
+_OWN_EAGLE3 |= {*TAP_OFFSETS, "target_hidden_size", "embed_requires_grad", "num_target_layers"}
+# Beside SIZES, by kind; a DFlash file need not say that it has no heads.
+_ASKED = {
+    "dspark": ("block_size", "mask_token_id", "markov_rank", "enable_confidence_head"),
+    "dflash": ("block_size", "mask_token_id"),
+    "eagle3": (),
+}
 
 
 def preflight(
@@ -59,12 +83,16 @@ def preflight(
         why = f"speculators_model_type={said!r}, architectures={classes!r}: neither DSpark nor "
         why += "DFlash; an engine that does not know the type serves without speculation"
         remedy = "correct the name; no other kind is judged here, nothing else was checked"
-        if said == "eagle3" or "Eagle3" in str(classes):
-            why, remedy = "EAGLE-3 drafters are not judged here", "nothing else was checked"
+        if "Eagle3" in str(classes):
+            why = f"{classes}: of EAGLE-3, the speculators layout and DeepSpec's class "
+            why += "Qwen3Eagle3Model are judged here"
+            remedy = "nothing else was checked; compare by hand"
         return [Finding(REFUSE, "kind of drafter", _CONFIG, why, remedy), *findings]
-    for check in CHECKS:
+    chain = drafter.kind == "eagle3"
+    checks = (*(c for c in CHECKS if c not in BLOCKS), *eagle3.CHECKS) if chain else CHECKS
+    for check in checks:
         findings += check(drafter, target)
-    for check in engines.CHECKS:
+    for check in eagle3.ENGINE_CHECKS if chain else engines.CHECKS:
         findings += check(drafter, target, engine)
     if data is None:
         findings += check_mask_unseen(drafter, target)
@@ -76,10 +104,10 @@ def preflight(
 def check_sizes(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding]:
     """Sizes that are absent, or not the target's where the two share tensors."""
     disputed = {finding.where for finding in drafter.problems}
-    for name in (*SIZES, "block_size", "mask_token_id", "markov_rank", "enable_confidence_head"):
-        heads = name in ("markov_rank", "enable_confidence_head")
-        if heads and drafter.kind == "dflash":  # such files need not say that they have no heads
-            continue
+    asked = (*SIZES, *_ASKED[drafter.kind])
+    if drafter.kind == "eagle3":
+        asked += ("ttt_length",) if drafter.layout == "deepspec" else ("draft_vocab_size",)
+    for name in asked:
         if drafter.said[name] is None and f"{_CONFIG}: {name}" not in disputed:
             why = "missing; readers put different values, or zero, in its place"
             yield Finding(REFUSE, "missing field", f"{_CONFIG}: {name}", why, "add what it was")
@@ -91,7 +119,7 @@ def check_sizes(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding]
             yield Finding(REFUSE, "hidden size", f"{_CONFIG}: {name}", why, "use its own target")
     said, theirs = drafter.said["vocab_size"], target.config["vocab_size"]
     if said not in (None, theirs):
-        why = f"{said}, the target's is {theirs}; ids and the rows of W1 are the target's"
+        why = f"{said}, the target's is {theirs}; tokens go in by the target's ids"
         pruned = said < theirs and said == drafter.drafted
         remedy = "write the target's, and this one as draft_vocab_size" if pruned else ""
         remedy = remedy or "use the target it was trained with"
@@ -107,6 +135,7 @@ def check_layers(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding
             why = str(error).removeprefix(f"{drafter.file.path}: ")
             remedy = "repair it; if it was trained so, judge by hand: only Qwen3 layers without "
             remedy += "biases are known here"
+            remedy += ", Llama ones of EAGLE-3" if drafter.kind == "eagle3" else ""
             yield Finding(REFUSE, "draft layers", _CONFIG, why, remedy)
 
 
@@ -117,12 +146,15 @@ def backbone(drafter: DrafterFacts) -> DrafterShape:
       UserError: its words.
     """
     rest: DrafterFile = copy.copy(drafter.file)
+    own, harmless, read = _OWN, _HARMLESS, read_shape
+    if drafter.kind == "eagle3":
+        own, harmless, read = _OWN_EAGLE3, _HARMLESS_EAGLE3[drafter.layout], read_eagle3_shape
     rest.sections = {
-        section: {name: value for name, value in values.items() if name not in _OWN}
+        section: {name: value for name, value in values.items() if name not in own}
         for section, values in drafter.file.sections.items()
     }
-    rest.sections[""] = rest.value = rest.sections[""] | _HARMLESS
-    return read_shape(rest)
+    rest.sections[""] = rest.value = rest.sections[""] | harmless
+    return read(rest)
 
 
 def check_rope(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding]:
@@ -179,8 +211,10 @@ def check_layer_ids(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Find
     """The tapped layers: their convention, their range, and how many `fc` was trained for."""
     found = drafter.taps
     if not found:
-        why = "no usable aux_hidden_state_layer_ids or target_layer_ids; engines would guess them"
-        remedy = "add what it was trained with (aux_hidden_state_layer_ids counts from 1)"
+        field = "aux_hidden_state_layer_ids"
+        field = f"eagle_{field}" if drafter.kind == "eagle3" else field
+        why = f"no usable {field} or target_layer_ids; engines would guess them"
+        remedy = f"add what it was trained with ({field} counts from 1)"
         yield Finding(REFUSE, "layer ids", _CONFIG, why, remedy)
         return
     (name, taps), *others = found.items()
@@ -258,3 +292,5 @@ CHECKS: tuple[Callable[[DrafterFacts, TargetFacts], Iterator[Finding]], ...] = (
     targets.check_verifier,
     targets.check_tokenizer,
 )
+# Of these, what EAGLE-3 has not.
+BLOCKS = (check_anchor, check_mask, tensors.check_heads)

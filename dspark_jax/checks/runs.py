@@ -10,7 +10,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from dspark_jax.checks import engines, preflight
+from dspark_jax.checks import eagle3, engines, preflight
 from dspark_jax.checks import target as targets
 from dspark_jax.checks.facts import (
     FIELDS,
@@ -24,6 +24,7 @@ from dspark_jax.checks.facts import (
 from dspark_jax.core.errors import UserError
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.weights.drafter_file import DrafterFile
+from dspark_jax.weights.eagle3_file import capped
 from dspark_jax.weights.fingerprint import Fingerprint
 
 _CONFIG = "config.json"
@@ -42,15 +43,19 @@ def check_run(
     findings = [
         *preflight.check_sizes(drafter, target),
         *preflight.check_layer_ids(drafter, target),
-        *preflight.check_mask(drafter, target),
     ]
+    if drafter.kind != "eagle3":
+        findings += preflight.check_mask(drafter, target)
     if other := preflight.rope_differences(shape.rope, target.rope):
         why = f"{', '.join(other)}: the drafter would turn otherwise than the target"
         remedy = "restore what it was trained with"
         findings += [Finding(REFUSE, "RoPE", f"{_CONFIG}: rope", why, remedy)]
     if made_with is not None:
         findings += targets.check_record(drafter, target)
-    elif shape.config.algorithm == "dspark":
+    elif drafter.kind == "eagle3":
+        findings += check_exportable(shape)
+        findings += eagle3.check_target(drafter, target, "vllm")  # the one engine that takes it
+    else:
         findings += check_servable(drafter, target)
     return sorted(findings, key=lambda finding: finding.severity != REFUSE)
 
@@ -65,6 +70,13 @@ def check_servable(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Findi
         first = refused[engines.ENGINES[0]][0]
         why = f"{', '.join(refused)} could not serve it: {first.why}"
         yield Finding(WARN, "not servable", first.where, why, first.remedy)
+
+
+def check_exportable(shape: DrafterShape) -> Iterator[Finding]:
+    """Before it is trained: whether any layout could hold this EAGLE-3 drafter."""
+    if reason := capped(shape):
+        remedy = "it can be evaluated here, not exported; DSpark drafters can"
+        yield Finding(WARN, "not servable", f"{_CONFIG}: algorithm", reason, remedy)
 
 
 def tell(findings: Collection[Finding], place: str, stop: bool = True) -> None:
@@ -109,16 +121,22 @@ def _facts(shape: DrafterShape, made_with: Fingerprint | None) -> DrafterFacts:
     config = shape.config
     heads = config.markov_rank or config.confidence_head or config.sample_from_anchor
     kind = "dspark" if heads else "dflash"
+    if config.algorithm == "eagle3":
+        kind, own = "eagle3", {"ttt_length": config.block_size}
+    else:
+        own = {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "sample_from_anchor": config.sample_from_anchor,
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_head if config.markov_rank else None,
+            "enable_confidence_head": config.confidence_head,
+            "confidence_head_with_markov": config.confidence_with_markov,
+        }
     said = dict.fromkeys(FIELDS) | {
+        **own,
         "target_layer_ids": list(config.target_layer_ids),
         "num_target_layers": shape.target_layers,
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": config.sample_from_anchor,
-        "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov_head if config.markov_rank else None,
-        "enable_confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_with_markov,
         "vocab_size": shape.vocab_size,
         "draft_vocab_size": shape.draft_vocab,
         "hidden_size": shape.hidden_size,
@@ -133,7 +151,7 @@ def _facts(shape: DrafterShape, made_with: Fingerprint | None) -> DrafterFacts:
     return DrafterFacts(
         file=_NoFile(said),
         layout="deepspec",
-        kind=kind if config.algorithm == "dspark" else config.algorithm,
+        kind=kind,
         said=said,
         tensors={},
         tables={},

@@ -39,6 +39,7 @@ _RECIPE = {
     "confidence_head": "enable_confidence_head",
     "sample_from_anchor": "sample_from_anchor",
 }
+_EAGLE3_RECIPE = {"block_size": "ttt_length", "num_layers": "num_hidden_layers"}
 
 
 def read_target(directory: Path, name: str, identity: Fingerprint | None = None) -> TargetFacts:
@@ -155,7 +156,7 @@ def check_template(made_with: Fingerprint, found: Fingerprint, where: str) -> It
 
 def check_recipe(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding]:
     """What was trained, by the recipe kept in the export, against what engines are told."""
-    recipe = _recipe(drafter.record)
+    recipe = recipe_of(drafter)
     trained = recipe.get("target_layer_ids")
     for name, taps in drafter.taps.items():
         if isinstance(trained, list) and taps != trained:
@@ -165,7 +166,7 @@ def check_recipe(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding
             what = "layer id offset" if by_one else "layer ids"
             remedy = "aux_hidden_state_layer_ids counts from 1, target_layer_ids from 0"
             yield Finding(REFUSE, what, f"{_CONFIG}: {name}", why, remedy)
-    for option, name in _RECIPE.items():
+    for option, name in (_EAGLE3_RECIPE if drafter.kind == "eagle3" else _RECIPE).items():
         said = drafter.anchor_first if name == "sample_from_anchor" else drafter.said[name]
         if option in recipe and said not in (None, recipe[option]):
             why = f"{said}, trained with {recipe[option]}"
@@ -247,8 +248,9 @@ def _made_with(record: dict[str, Any] | None) -> Fingerprint | None:
         return None
 
 
-def _recipe(record: dict[str, Any] | None) -> dict[str, Any]:
-    config = (record or {}).get("config")
+def recipe_of(drafter: DrafterFacts) -> dict[str, Any]:
+    """The drafter's part of the recipe that the export kept; empty if it kept none."""
+    config = (drafter.record or {}).get("config")
     recipe = config.get("drafter") if isinstance(config, dict) else None
     return recipe if isinstance(recipe, dict) else {}
 

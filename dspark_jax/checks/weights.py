@@ -69,26 +69,32 @@ def stored_head(drafter: DrafterFacts) -> str:
 
 def expected_tensors(drafter: DrafterFacts) -> dict[str, tuple[int, ...]]:
     """Shapes by name of a drafter such as config.json describes; fc is left to the layer ids."""
-    said = drafter.said
+    said, eagle3 = drafter.said, drafter.kind == "eagle3"
     d, v, rank = said["hidden_size"], said["vocab_size"], said["markov_rank"] or 0
+    seen = 2 * d if eagle3 else d  # embedding beside hidden state
     q = said["num_attention_heads"] * said["head_dim"]
     kv = said["num_key_value_heads"] * said["head_dim"]
-    shapes: dict[str, tuple[int, ...]] = {"hidden_norm.weight": (d,), "norm.weight": (d,)}
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (d,)}
     for layer in range(said["num_hidden_layers"]):
         inside = {
             "input_layernorm": (d,),
-            "self_attn.q_proj": (q, d),
-            "self_attn.k_proj": (kv, d),
-            "self_attn.v_proj": (kv, d),
+            "self_attn.q_proj": (q, seen),
+            "self_attn.k_proj": (kv, seen),
+            "self_attn.v_proj": (kv, seen),
             "self_attn.o_proj": (d, q),
-            "self_attn.q_norm": (said["head_dim"],),
-            "self_attn.k_norm": (said["head_dim"],),
             "post_attention_layernorm": (d,),
             "mlp.gate_proj": (said["intermediate_size"], d),
             "mlp.up_proj": (said["intermediate_size"], d),
             "mlp.down_proj": (d, said["intermediate_size"]),
         }
+        if drafter.family != "llama":
+            inside |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (said["head_dim"],))
+        if eagle3:
+            inside["hidden_norm"] = (d,)
         shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in inside.items()}
+    if eagle3:
+        return shapes | _eagle3_tensors(drafter, d)
+    shapes["hidden_norm.weight"] = (d,)
     if rank:
         shapes |= {"markov_head.markov_w1.weight": (v, rank)}
         shapes |= {"markov_head.markov_w2.weight": (drafter.drafted, rank)}
@@ -104,6 +110,19 @@ def expected_tensors(drafter: DrafterFacts) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _eagle3_tensors(drafter: DrafterFacts, d: int) -> dict[str, tuple[int, ...]]:
+    """Norms of the taps, which are options, and the LM head, which it may share."""
+    said, taps = drafter.said, len(next(iter(drafter.taps.values()), []))
+    shapes: dict[str, tuple[int, ...]] = {}
+    if said["norm_before_fc"]:
+        shapes["input_norm.weight"] = (taps * d,)
+    if said["fc_norm"]:
+        shapes |= {f"fc_norm.{tap}.weight": (d,) for tap in range(taps)}
+    if "lm_head.weight" in drafter.tensors:
+        shapes["lm_head.weight"] = (drafter.drafted, d)
+    return shapes
+
+
 def check_tensors(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Finding]:
     """Tensors missing, unknown or of another shape than config.json implies."""
     if not drafter.tensors or any(drafter.said[name] is None for name in SIZES):
@@ -113,6 +132,7 @@ def check_tensors(drafter: DrafterFacts, target: TargetFacts) -> Iterator[Findin
     wanted, stored = expected_tensors(drafter), drafter.tensors
     known = {"fc.weight", *TABLES, *BORROWED, *wanted}
     skipped = _HEADS[1:] if stored_head(drafter) == drafter.head else _HEADS  # see check_heads
+    skipped = () if drafter.kind == "eagle3" else skipped
     missing = [n for n in ("fc.weight", *wanted) if n not in stored and not n.startswith(skipped)]
     unknown = [n for n in stored if n not in known and not n.startswith(skipped)]
     for names, what in ((missing, "missing tensor"), (unknown, "unknown tensor")):
@@ -160,7 +180,8 @@ def check_draft_vocabulary(drafter: DrafterFacts, target: TargetFacts) -> Iterat
     if size > vocab:
         why = f"{size} of a vocabulary of {vocab}"
         where = f"{_CONFIG}: draft_vocab_size"
-        yield Finding(REFUSE, "draft vocabulary", where, why, "write the rows of markov_w2")
+        rows = "lm_head" if drafter.kind == "eagle3" else "markov_w2"
+        yield Finding(REFUSE, "draft vocabulary", where, why, f"write the rows of {rows}")
     elif size == vocab:
         if (d2t is not None and d2t.any()) or (t2d is not None and not t2d.all()):
             why = f"it maps a part of the vocabulary, but draft_vocab_size is all of it ({vocab})"

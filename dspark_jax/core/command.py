@@ -32,6 +32,13 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 FAULT_OF_USER = 2  # exit codes; 1 is left to Python's own tracebacks
 INTERRUPTED = 130
+# What a flag's parser says of a value of the wrong kind -> what it should have been.
+_KINDS = {
+    "invalid literal for int()": "a whole number",
+    "could not convert string to float": "a number",
+    "Non-boolean argument to boolean flag": "true or false",
+    "as a ConfigDict": "a group of fields; set one of them, as --config.GROUP.FIELD=VALUE",
+}
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -153,6 +160,9 @@ def _explain(error: BaseException, argv: list[str], configs: dict[str, str]) -> 
             return f"{line}: {type(cause).__name__}: {cause}"
         if isinstance(cause, SyntaxError) and cause.filename in config_files:
             return f"config file {cause.filename} line {cause.lineno}: {cause.msg}"
+    for said, kind in _KINDS.items():
+        if wrong := re.match(rf"flag (--.+?): .*{re.escape(said)}", str(error), re.DOTALL):
+            return f"{wrong[1]}: must be {kind}"
     message = str(chain[-1])
     if "get_config" in message:  # missing, or called with a variant it does not take
         return f"config file {', '.join(config_files)}: {message}"

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from dspark_jax.checks.facts import TargetFacts
 from dspark_jax.checks.runs import check_run, tell
 from dspark_jax.checks.target import read_target
+from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
 from dspark_jax.data.chat import end_of_turn_ids
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.target import Target
 from dspark_jax.weights.fingerprint import Fingerprint, fingerprint
 from dspark_jax.weights.resolve import resolve_target
-from dspark_jax.weights.safetensors import load_target
+from dspark_jax.weights.safetensors import load_target, target_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,14 +74,21 @@ def open_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def open_target(name: str, dtype: str) -> OpenedTarget:
+def open_target(name: str, dtype: str, drafter: DrafterConfig | None = None) -> OpenedTarget:
     """Resolves, loads and fingerprints a target on the current mesh.
 
     Args:
       name: "smollm2" (bundled), a directory or a hub id.
       dtype: float32 or bfloat16.
+      drafter: one to be made for it; what the target's config alone tells against it is told
+        before any weights are read.
+
+    Raises:
+      UserError: no such target, or one that cannot have this drafter.
     """
     directory = resolve_target(name)
+    if drafter is not None:
+        DrafterShape.of(drafter, target_config(directory, dtype))
     tokenizer = open_tokenizer(directory)
     return OpenedTarget(
         name=name,
