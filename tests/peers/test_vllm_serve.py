@@ -1,4 +1,7 @@
-"""`vllm serve DIR` with a DFlash drafter trained here: the same text, and the same acceptance."""
+"""`vllm serve DIR` with drafters trained here: the same text, and the same acceptance.
+
+DFlash, which proposes a block at once, and EAGLE-3, which drafts token by token.
+"""
 
 import dataclasses
 import json
@@ -17,15 +20,10 @@ from dspark_jax.decoding.figures import Outcome, set_result
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 
 PROMPTS, NEW_TOKENS = 24, 48
-OVERRIDES = {
+COMMON = {
     "data.max_new_tokens": NEW_TOKENS,
     "data.sequence_length": 256,
-    "drafter.markov_head": "none",
-    "drafter.markov_rank": 0,
-    "drafter.confidence_head": False,
-    "drafter.sample_from_anchor": False,
-    "drafter.block_size": 5,
-    "drafter.num_layers": 1,  # see test_why_one_layer
+    "data.validation_fraction": 0.1,
     "drafter.vocab_size": 4096,
     "train.num_steps": 300,
     "train.num_anchors": 64,
@@ -33,8 +31,22 @@ OVERRIDES = {
     "train.validate_every": 300,
     "train.checkpoint_every": 300,
     "train.validation_rows": 1,
-    "data.validation_fraction": 0.1,
     "train.feature_memory_gb": 1.0,
+}
+# The config file and what else is changed in it.
+KINDS = {
+    "dflash": (
+        "configs/smollm2.py",
+        {
+            "drafter.markov_head": "none",
+            "drafter.markov_rank": 0,
+            "drafter.confidence_head": False,
+            "drafter.sample_from_anchor": False,
+            "drafter.block_size": 5,
+            "drafter.num_layers": 1,  # see test_why_one_layer
+        },
+    ),
+    "eagle3": ("configs/smollm2.py:eagle3", {"drafter.block_size": 3}),
 }
 # For a small machine and exact comparison; the one command is `vllm serve DIR`.
 FLAGS = ["--dtype=float32", "--max-model-len=512", "--enforce-eager", "--max-num-seqs=4"]
@@ -56,34 +68,40 @@ def command(name: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A run with a trained DFlash drafter and its export beside it."""
-    folder = tmp_path_factory.mktemp("dflash")
+def folder(tmp_path_factory) -> Path:
+    """A folder with prompts, which both drafters are trained on."""
+    made = tmp_path_factory.mktemp("served")
     lines = [
         json.dumps({"id": one.id, "turns": [one.messages[0].content]})
         for one in load_prompts(f"generator:{PROMPTS}:4")
     ]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
-    changes = OVERRIDES | {"data.prompts": folder / "prompts.jsonl"}
-    changes = [f"--config.{name}={value}" for name, value in changes.items()]
-    command("train", "--config=configs/smollm2.py", f"--workdir={folder / 'run'}", *changes)
+    (made / "prompts.jsonl").write_text("\n".join(lines))
+    return made
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(folder, request) -> Path:
+    """A run with a trained drafter, with its export in `export` below it."""
+    config, changes = KINDS[request.param]
+    changes = COMMON | changes | {"data.prompts": folder / "prompts.jsonl"}
+    if request.param != "dflash" and (folder / "dflash/data").is_dir():
+        changes["data.path"] = folder / "dflash/data"  # the answers to the same prompts
+    made = folder / request.param
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    command("train", f"--config={config}", f"--workdir={made}", *flags)
     command(
-        "convert",
-        f"--workdir={folder}/run",
-        "--to=speculators",
-        f"--out={folder}/export",
-        "--step=latest",
+        "convert", f"--workdir={made}", "--to=speculators", f"--out={made}/export", "--step=latest"
     )
-    return folder
+    return made
 
 
 @pytest.fixture(scope="module")
-def prompts(run):
+def prompts(folder):
     """Those that the drafter was trained on: after a minute, only there every position counts."""
     target = open_target("smollm2", "float32")
     sets = read_sets(
         target,
-        str(run / "prompts.jsonl"),
+        str(folder / "prompts.jsonl"),
         split="",
         per_set=PROMPTS,
         max_prompt_tokens=256,
@@ -95,8 +113,8 @@ def prompts(run):
 @pytest.fixture(scope="module")
 def evaluated(run, prompts) -> list[Outcome]:
     """What our own evaluation makes of the prompts."""
-    record = read_record(run / "run")
-    drafter = load_drafter(record, run / "run", choose_step(run / "run", "latest"))
+    record = read_record(run)
+    drafter = load_drafter(record, run, choose_step(run, "latest"))
     how = Decoding(max_new_tokens=NEW_TOKENS, batch_size=12, plain=False)
     sets = [PromptSet("all", prompts, ())]
     target = open_target("smollm2", "float32")
@@ -134,10 +152,10 @@ def speculative(run, prompts) -> Served:
 
 
 @pytest.fixture(scope="module")
-def plain(run, prompts) -> Served:
+def plain(folder, prompts) -> Served:
     """With the target alone."""
     target = open_target("smollm2", "float32")
-    return served(target.directory, prompts, run / "plain.log")
+    return served(target.directory, prompts, folder / "plain.log")
 
 
 def counted(counters: dict[str, float], name: str) -> dict[str, float]:
@@ -184,14 +202,14 @@ def test_it_is_the_text_that_our_target_writes(evaluated, plain, say):
     assert same >= len(mine) - 1  # two programs may round a tie to different sides
 
 
-def test_acceptance_is_what_our_evaluation_says(evaluated, speculative, say):
+def test_acceptance_is_what_our_evaluation_says(run, evaluated, speculative, say):
     result = set_result(evaluated)
     drafts, survival = acceptance(speculative.counters)
     length = 1 + sum(survival)
     wanted = intervals(evaluated)
     low, high = result.accepted_length_ci95
     say(
-        f"vLLM, DFlash: accepted length {length:.3f} in {drafts:.0f} drafts; by our evaluation "
+        f"vLLM, {run.name}: accepted length {length:.3f} in {drafts:.0f} drafts; by our evaluation "
         f"{result.accepted_length:.3f} ({low:.3f} to {high:.3f}) in {result.rounds} rounds"
     )
     for slot, (theirs, mine, bounds) in enumerate(zip(survival, result.survival, wanted), 1):
