@@ -3,18 +3,32 @@
 `vocab_loss` is equivalent to
 
     z = cap(hidden @ head.T) + latent @ w2.T       # drafter's logits
-    p = softmax(cap(teacher @ head.T)); q = softmax(z)
+    p = softmax(cap(teacher[at] @ head.T)); q = softmax(z)
     ce = logsumexp(z) - z[label]; l1 = sum(abs(q - p)); kl = sum(p * log(p / q))
     loss = sum(weight * (ce_weight * ce + l1_weight * l1 + kl_weight * kl))
 
 where cap(x) = softcap * tanh(x / softcap) for targets that cap their logits (Gemma), else x.
 The gradient of a row needs only that row's logits, so it is computed together with the loss while
-they exist: a scan over chunks keeps [B, chunk, V] and nothing is computed twice.
+they exist: a loop over chunks of rows (vocab_loss_chunks.py) keeps [chunk, V] and computes nothing
+twice. Rows of weight 0 are in no chunk and cost nothing.
+
+Work, in products of matrices: for n rows on u different positions, of D hidden and R latent dims,
+
+    4 n V D                    z = hidden @ head.T and d_hidden = d_z @ head
+    2 u V D                    teacher @ head.T, which depends on the position alone
+    6 u V R  (6 n V R)         bias, d_latent and d_w2 of latents by position (by row)
+
+so 512 anchors of 7 slots on 512 positions at D = 576, R = 256 take 1.9 times less than the
+6 n V (D + R) of each row by itself. `chunk_shape` says from the shapes whether rows share.
 
 With a pruned vocabulary `head` has the V_d rows that the drafter can propose and p is the target's
 distribution over all V tokens: what it puts outside is out of reach, counts as lost in l1 and so
 in the acceptance 1 - l1 / 2, and a label there has no cross-entropy. `renormalise` takes p over the
 V_d tokens alone instead; the acceptance stays the one over V.
+
+A vocabulary sharded over a mesh axis is joined chunk by chunk: largest and sum of both
+distributions, the sums over the vocabulary, the logits of label and target's token from the device
+that has them, and the gradients of hidden states and latents.
 """
 
 import dataclasses
@@ -22,14 +36,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from dspark_jax.core.sharding import einsum, gather_rows, spec
+from dspark_jax.kernels.vocab_loss_chunks import Rows, chunked_loss
+from dspark_jax.kernels.vocab_loss_xla import Options
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VocabTerms:
-    """Per-row results; no gradient flows through them."""
+    """Per-row results; no gradient flows through them. 0 in rows of weight 0."""
 
     ce: jax.Array  # f32[B, N]
     l1: jax.Array  # f32[B, N], sum |q - p|: twice the total variation
@@ -41,14 +58,15 @@ class VocabTerms:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """The target's distribution for each row's token.
+    """The target's distributions at U positions of each batch entry, and which is each row's.
 
-    For a pruned vocabulary the last two are given, of the whole vocabulary; else they are None.
+    For a pruned vocabulary `lse` and `best` are given, of the whole vocabulary; else they are None.
     """
 
-    hidden: jax.Array  # [B, N, D], frozen
-    lse: jax.Array | None = None  # f32[B, N], log-sum-exp of its logits
-    best: jax.Array | None = None  # i32[B, N], its arg-max as a draft id, -1 if it has none
+    hidden: jax.Array  # [B, U, D], frozen
+    lse: jax.Array | None = None  # f32[B, U], log-sum-exp of its logits
+    best: jax.Array | None = None  # i32[B, U], its arg-max as a draft id, -1 if it has none
+    at: jax.Array | None = None  # i32[B, N], the position of each row; None = U is N, one each
 
 
 def vocab_loss_reference(
@@ -65,8 +83,14 @@ def vocab_loss_reference(
     kl_weight: float = 0.0,
     softcap: float = 0.0,
     renormalise: bool = False,
+    shared_latent: bool = False,
 ) -> tuple[jax.Array, VocabTerms]:
     """The same in plain jnp with all logits in memory; differentiable by jax.grad."""
+    if teacher.at is not None:
+        take = jax.vmap(lambda values, index: values[index])
+        at, latent = teacher.at, take(latent, teacher.at) if shared_latent else latent
+        parts = (teacher.hidden, teacher.lse, teacher.best)
+        teacher = Teacher(*(x if x is None else take(x, at) for x in parts))
     z = jnp.einsum("bnd,vd->bnv", hidden, head, preferred_element_type=jnp.float32)
     z = softcap * jnp.tanh(z / softcap) if softcap else z
     if latent is not None:
@@ -104,6 +128,7 @@ def vocab_loss(
     kl_weight: float = 0.0,
     softcap: float = 0.0,
     renormalise: bool = False,
+    shared_latent: bool = False,
     chunk: int = 256,
 ) -> tuple[jax.Array, VocabTerms]:
     """Weighted loss of N rows per batch entry, and the terms of each row.
@@ -117,35 +142,57 @@ def vocab_loss(
       ce_weight, l1_weight, kl_weight: weights of the terms.
       softcap: of the target's logits and of the drafter's before `latent`; 0 = none.
       renormalise: p is over the V_d tokens of `head` alone; of influence only where it is pruned.
-      chunk: about so many rows have logits at a time.
+      shared_latent: latent is f32[B, U, R], that of the position `teacher.at` (vanilla heads, whose
+        previous token is the one at that position).
+      chunk: at most so many rows of a device have logits at a time.
 
     Returns:
       Scalar loss, differentiable in hidden, latent and w2, and the unweighted terms.
     """
-    live = weights[..., None] > 0
-    hidden = jnp.where(live, hidden, 0)
-    renormalise = renormalise and teacher.lse is not None
-    if labels is None and teacher.best is not None and not renormalise:
-        labels = teacher.best
-    lse = None if teacher.lse is None else jnp.where(live[..., 0], teacher.lse, 0)
-    teacher = Teacher(jnp.where(live, teacher.hidden, 0), lse, teacher.best)
-    latent = None if latent is None else jnp.where(live, latent, 0)
-    options = (ce_weight, l1_weight, kl_weight, softcap, renormalise, chunk)
-    return _loss(hidden, latent, w2, head, teacher, labels, weights, options)
+    options = Options(
+        ce=ce_weight,
+        l1=l1_weight,
+        kl=kl_weight,
+        softcap=softcap,
+        renormalise=renormalise and teacher.lse is not None,
+        shared_latent=shared_latent,
+        chunk=chunk,
+    )
+    if teacher.at is None:
+        at = jnp.broadcast_to(jnp.arange(weights.shape[1]), weights.shape)
+        teacher = dataclasses.replace(teacher, at=at)
+    operands = (hidden, latent, w2, head, teacher, labels, weights)
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return _loss(*operands, options, None)
+    rows, vocab = jax.typeof(hidden).sharding.spec[0], jax.typeof(head).sharding.spec[0]
+    specs = (P(rows), P(rows), P(vocab), P(vocab), P(rows), P(rows), P(rows))
+    options = dataclasses.replace(options, batch_axes=_names(rows), vocab_axes=_names(vocab))
+    operands = [_reshard(x, spec) for x, spec in zip(operands, specs)]
+    return _loss(*operands, options, specs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
-def _loss(hidden, latent, w2, head, teacher, labels, weights, options):
-    loss, terms, _ = _scan(hidden, latent, w2, head, teacher, labels, weights, options, False)
+def _reshard(tree, spec: P):
+    return jax.tree.map(lambda x: jax.reshard(x, spec), tree)
+
+
+def _names(spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return tuple(jax.tree.leaves(spec))  # the mesh axes in it
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _loss(hidden, latent, w2, head, teacher, labels, weights, options, specs):
+    operands = (hidden, latent, w2, head, teacher, labels, weights)
+    loss, terms, _ = _on_devices(operands, options, specs, with_grads=False)
     return loss, terms
 
 
-def _forward(hidden, latent, w2, head, teacher, labels, weights, options):
-    loss, terms, grads = _scan(hidden, latent, w2, head, teacher, labels, weights, options, True)
+def _forward(hidden, latent, w2, head, teacher, labels, weights, options, specs):
+    operands = (hidden, latent, w2, head, teacher, labels, weights)
+    loss, terms, grads = _on_devices(operands, options, specs, with_grads=True)
     return (loss, terms), grads
 
 
-def _backward(options, grads, cotangent):
+def _backward(options, specs, grads, cotangent):
     scale = cotangent[0]
     d_hidden, d_latent, d_w2 = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
     return d_hidden, d_latent, d_w2, None, None, None, None
@@ -154,125 +201,46 @@ def _backward(options, grads, cotangent):
 _loss.defvjp(_forward, _backward)
 
 
-def _scan(hidden, latent, w2, head, teacher, labels, weights, options, with_grads):
-    ce_weight, l1_weight, kl_weight, softcap, renormalise, chunk = options
-    batch, rows, _ = hidden.shape
-    size = max(min(chunk // batch, rows), 1)
-    count = -(-rows // size)
+def _on_devices(operands, options: Options, specs, with_grads: bool):
+    """Each device's rows and part of the vocabulary; the sums over rows and devices."""
+    body = functools.partial(_on_device, options=options, with_grads=with_grads)
+    if specs is None:
+        return body(*operands)
+    rows, vocab = specs[0], specs[2]
+    out_specs = (P(), rows, (rows, rows, vocab))
+    return jax.shard_map(body, in_specs=specs, out_specs=out_specs, check_vma=False)(*operands)
 
-    def chunked(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, [(0, 0), (0, count * size - rows)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(padded.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
-    flat = ("batch", None)
-    head_c = head.astype(hidden.dtype)
+def _on_device(
+    hidden, latent, w2, head, teacher, labels, weights, *, options: Options, with_grads: bool
+):
+    batch, n, _ = hidden.shape
+    positions = teacher.hidden.shape[1]
 
-    def body(carry, xs):
-        loss, d_w2 = carry
-        h, e, t, label, weight = xs
-        vocab_out = (*flat, "vocab")
-        f32 = {"preferred_element_type": jnp.float32}
-        z, slope = _capped(einsum("bnd,vd->bnv", h, head_c, out=vocab_out, **f32), softcap)
-        zt, _ = _capped(einsum("bnd,vd->bnv", t.hidden, head_c, out=vocab_out, **f32), softcap)
-        label = zt.argmax(-1) if label is None else label
-        known = label >= 0
-        label = jnp.maximum(label, 0)
-        rows_head = gather_rows(head_c, label, ("batch", None, None))
-        own, own_slope = _capped(jnp.einsum("bnd,bnd->bn", h, rows_head, **f32), softcap)
-        if e is not None:
-            z = z + einsum("bnr,vr->bnv", e, w2, out=vocab_out, **f32)
-            rows_w2 = gather_rows(w2, label, ("batch", None, None))
-            own = own + jnp.einsum("bnr,bnr->bn", e, rows_w2)
-        top = z.max(-1, keepdims=True)
-        q = jnp.exp(z - top)
-        total = q.sum(-1, keepdims=True)
-        q, lse = q / total, (top + jnp.log(total))[..., 0]
-        if t.lse is None or renormalise:
-            top_t = zt.max(-1, keepdims=True)
-            p = jnp.exp(zt - top_t)
-            total_t = p.sum(-1, keepdims=True)
-            p, lse_t = p / total_t, (top_t + jnp.log(total_t))[..., 0]
-            within = jnp.ones_like(lse_t)
-        else:
-            lse_t = t.lse
-            p = jnp.exp(zt - lse_t[..., None])
-            within = p.sum(-1)  # of the target's distribution, this much can be drafted
-        best = zt == top_t if t.lse is None else jnp.arange(z.shape[-1]) == t.best[..., None]
-        ce = jnp.where(known, lse - own, 0.0)
-        kl = jnp.zeros_like(ce)
-        if kl_weight:
-            kl = jnp.sum(p * (zt - z), axis=-1) + within * (lse - lse_t)
-        over = q > p
-        over_q, over_p = jnp.where(over, q, 0.0).sum(-1), jnp.where(over, p, 0.0).sum(-1)
-        # Over all V tokens both sum to 1, so the excess above equals the one below, and above
-        # there are only tokens that the drafter can propose.
-        l1 = 2 * (over_q - over_p)
-        sound = (total[..., 0] > 0) & ~jnp.isnan(lse_t + within)
-        l1 = jnp.where(sound, l1, jnp.nan)  # comparisons hide a NaN
-        accept = 1 - l1 / 2
-        if renormalise:
-            mass = jnp.exp(lse_t - t.lse)[..., None]  # of p over all V tokens, what `head` has
-            accept = jnp.minimum(q, mass * p).sum(-1)
-        # The drafter's logit where the target's is largest, against the drafter's largest.
-        match = (jnp.where(best, z, -jnp.inf).max(-1) >= top[..., 0]).astype(jnp.float32)
-        terms = ce_weight * ce + l1_weight * l1 + kl_weight * kl
-        loss = loss + jnp.sum(weight * terms)
-        if not with_grads:
-            return (loss, d_w2), ((ce, l1, kl, match, accept), None)
-        # d l1 / dz_v = q_v (s_v - sum_u q_u s_u), s = sign(q - p), sum_u q_u s_u = 2 over_q - 1
-        w, hit = weight[..., None], jnp.where(known, ce_weight * weight, 0.0)[..., None]
-        mean_sign = 2 * over_q[..., None] - 1
-        d_z = q * (hit + w * l1_weight * (jnp.where(over, 1.0, -1.0) - mean_sign))
-        if kl_weight:
-            d_z = d_z + w * kl_weight * (within[..., None] * q - p)
-        d_base = (d_z * slope).astype(h.dtype)
-        d_z = d_z.astype(h.dtype)
-        d_h = einsum("bnv,vd->bnd", d_base, head_c, out=(*flat, None), **f32)
-        d_h = d_h - hit * (own_slope[..., None] if softcap else own_slope) * rows_head
-        d_e = None
-        if e is not None:
-            d_e = einsum("bnv,vr->bnr", d_z, w2.astype(h.dtype), out=(*flat, None), **f32)
-            d_e = d_e - hit * rows_w2
-            d_w2 = d_w2 + einsum("bnv,bnr->vr", d_z, e.astype(h.dtype), out=("vocab", None), **f32)
-            flat_e = (-hit * e).reshape(-1, e.shape[-1])
-            d_w2 = _add_rows(d_w2, label.reshape(-1), flat_e)
-            d_e = d_e.astype(e.dtype)
-        return (loss, d_w2), ((ce, l1, kl, match, accept), (d_h.astype(h.dtype), d_e))
+    def flat(x):
+        return None if x is None else x.reshape(-1, *x.shape[2:])
 
-    start = None
-    if latent is not None and with_grads:
-        start = jnp.zeros(w2.shape, jnp.float32, out_sharding=spec("vocab", None))
-    xs = jax.tree.map(chunked, (hidden, latent, teacher, labels, weights))
-    (loss, d_w2), (terms, grads) = jax.lax.scan(body, (jnp.zeros(()), start), xs)
-
-    def whole(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 1).reshape(batch, count * size, *x.shape[3:])[:, :rows]
-
-    terms = VocabTerms(*(whole(x) for x in terms))
+    at = teacher.at + positions * jnp.arange(batch)[:, None]
+    rows = Rows(
+        hidden=flat(hidden),
+        latent=flat(latent),
+        teacher=flat(teacher.hidden),
+        lse=flat(teacher.lse),
+        best=flat(teacher.best),
+        at=flat(at),
+        labels=flat(labels),
+        weights=flat(weights),
+    )
+    loss, terms, grads = chunked_loss(rows, head.astype(hidden.dtype), w2, options, with_grads)
+    axes = options.batch_axes
+    loss = jax.lax.psum(loss, axes) if axes else loss
+    terms = VocabTerms(*(x.reshape(batch, n) for x in terms))
     if not with_grads:
-        return loss, terms, None
-    d_hidden, d_latent = jax.tree.map(whole, grads)
-    d_w2 = None if d_w2 is None else d_w2.astype(w2.dtype)
-    # With one row and one chunk a reshape forgets which axis was sharded.
-    grads = jax.tree.map(_placed_like, (d_hidden, d_latent, d_w2), (hidden, latent, w2))
-    return loss, terms, grads
-
-
-def _capped(logits: jax.Array, cap: float) -> tuple[jax.Array, jax.Array | float]:
-    """Capped logits and their derivative by the logits; both cost nothing without a cap."""
-    if not cap:
-        return logits, 1.0
-    tanh = jnp.tanh(logits / cap)
-    return cap * tanh, 1.0 - tanh * tanh
-
-
-def _placed_like(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jax.sharding.reshard(x, jax.typeof(y).sharding.spec)
-
-
-def _add_rows(table: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
-    """table[index] += rows, for a table sharded over its rows and rows sharded over the batch."""
-    return jax.sharding.auto_axes(
-        lambda table, index, rows: table.at[index].add(rows),
-        out_sharding=jax.typeof(table).sharding.spec,
-    )(table, index, rows)
+        return loss, terms, (None, None, None)
+    d_hidden, d_latent, d_w2 = grads
+    d_hidden = d_hidden.reshape(hidden.shape)
+    if d_latent is not None:
+        d_latent = d_latent.reshape(latent.shape)
+        d_w2 = jax.lax.psum(d_w2, axes) if axes else d_w2
+        d_w2 = d_w2.astype(w2.dtype)
+    return loss, terms, (d_hidden, d_latent, d_w2)

@@ -66,22 +66,28 @@ def dspark_loss(
     hidden = block_hidden(drafter, head, batch, blocks)
     prev = jnp.take_along_axis(batch.tokens, blocks.prev_index.reshape(rows, -1), axis=1)
     latent = w2 = prev_rows = None
+    vanilla = drafter.config.markov_head == "vanilla"
     if drafter.config.markov_rank:
+        w2 = drafter.markov.w2[...]
+    if vanilla:
+        latent = drafter.markov.rows(batch.tokens)  # of the token at each position
+        prev_rows = take(latent, blocks.prev_index)
+    elif drafter.config.markov_rank:
         prev_rows = drafter.markov.rows(prev).reshape(rows, *slots, -1)
         # As in decoding, the chain starts at the first slot that proposes a token.
         skip = drafter.config.block_size - drafter.config.num_proposals
         latent = drafter.markov.latents(prev_rows[:, :, skip:], hidden[:, :, skip:])
         latent = jnp.pad(latent, ((0, 0), (0, 0), (skip, 0), (0, 0)))
         latent = latent.reshape(rows, prev.shape[1], -1)
-        w2 = drafter.markov.w2[...]
     label_index = blocks.label_index.reshape(rows, -1)
     labels = jnp.take_along_axis(batch.tokens, label_index, axis=1)
-    before = jnp.maximum(label_index - 1, 0)
     lse = best = None
     if drafter.shape.pruned:
-        lse = take(batch.teacher_lse, before)
-        best = drafter.to_draft(take(batch.teacher_best, before))
-    teacher = Teacher(take(batch.last_hidden, before).astype(hidden.dtype), lse, best)
+        lse, best = batch.teacher_lse, drafter.to_draft(batch.teacher_best)
+    # A supervised slot's previous token is the one before its label, and what the target says
+    # there is the distribution of that label.
+    at = blocks.prev_index.reshape(rows, -1)
+    teacher = Teacher(batch.last_hidden.astype(hidden.dtype), lse, best, at)
     share = weights.slots / jnp.maximum(total_weight, 1e-20)
     loss, terms = vocab_loss(
         hidden.reshape(rows, prev.shape[1], -1),
@@ -96,6 +102,7 @@ def dspark_loss(
         kl_weight=config.kl,
         softcap=head.softcap,
         renormalise=config.teacher == "draft",
+        shared_latent=vanilla,
         chunk=chunk,
     )
     terms = jax.tree.map(lambda x: x.reshape(share.shape), terms)
