@@ -14,13 +14,15 @@ the hub, which must be the one that the config describes.
 
 --config.profile=True measures where the time of a step goes and leaves a trace in WORKDIR/profile.
 
+SIGTERM saves before it ends the run, with exit code 143. Several processes are started alike, on
+one shared WORKDIR, with --distributed or --coordinator (docs/scale.md); they end together.
+
 WORKDIR holds config.json, metrics.jsonl, TensorBoard events, checkpoints/STEP and
 training_curve.png.
 """
 
-import dataclasses
 import functools
-import json
+import hashlib
 import math
 import time
 from pathlib import Path
@@ -28,16 +30,27 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from absl import flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 
 from dspark_jax.core.command import run_main
 from dspark_jax.core.config import RunConfig, from_mapping
-from dspark_jax.core.errors import UserError
+from dspark_jax.core.errors import Terminated, UserError
 from dspark_jax.core.metrics import MetricsWriter
 from dspark_jax.core.pictures import training_curve
+from dspark_jax.core.processes import (
+    barrier,
+    check_same,
+    define_flags,
+    first_says,
+    is_first,
+    sigterm,
+)
 from dspark_jax.core.progress import progress
-from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.sharding import abstract, make_meshes, move
 from dspark_jax.core.trees import named
 from dspark_jax.data.batches import pack, split
 from dspark_jax.data.dataset import load_dataset
@@ -46,13 +59,11 @@ from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target
 from dspark_jax.decoding.responses import prepare_dataset
 from dspark_jax.features.local import LocalSource, check_features
 from dspark_jax.models.drafter import DrafterShape
-from dspark_jax.models.target_config import FAMILIES
+from dspark_jax.models.target import Target
 from dspark_jax.models.warm_start import check_warm_start
 from dspark_jax.training import profile
 from dspark_jax.training.checkpoint import (
-    RunRecord,
     open_checkpoints,
-    read_record,
     restore_latest,
     save,
     start_from,
@@ -60,16 +71,19 @@ from dspark_jax.training.checkpoint import (
     write_record,
 )
 from dspark_jax.training.drafters import weights_to_start
+from dspark_jax.training.same_run import check_same_run, record_of
 from dspark_jax.training.step import (
     Recipe,
+    TrainState,
+    init_drafter,
     init_state,
     learning_rate,
     make_optimizer,
+    state_of,
     summarize,
     train_step,
     validation_step,
 )
-from dspark_jax.weights.compare import canonical
 
 # The same object for the same recipe: another run in this process compiles nothing anew.
 _optimizer = functools.cache(make_optimizer)
@@ -77,21 +91,27 @@ _optimizer = functools.cache(make_optimizer)
 
 def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
     """Trains (or goes on training) in `workdir`; returns the last validation metrics."""
-    with jax.set_mesh(make_mesh(config.mesh.fsdp, config.mesh.tp)):
-        target = open_target(config.target, config.target_dtype, config.drafter)
+    check_same("config", repr(config), "give every process the same files and flags")
+    mesh, target_mesh = make_meshes(config.mesh)
+    with jax.set_mesh(mesh):
+        with jax.set_mesh(target_mesh):
+            target = open_target(config.target, config.target_dtype, config.drafter)
+        check_same("target", repr(target.fingerprint), "give every process the same model files")
         shape = DrafterShape.of(config.drafter, target.model.config)
         if config.drafter.init == "target":
             check_warm_start(shape, target.model.config)
         check_drafter(shape, target, "config.drafter.")
-        _check_mesh(config, shape)
-        _check_same_run(config, target, workdir)
+        _check_mesh(config, shape, target_mesh)
+        check_same_run(config, target, workdir)
         given = None
         if config.drafter.init_from and not step_folders(workdir):
             given, lines = weights_to_start(config, shape, target.fingerprint, target.directory)
             print("\n".join(f"init_from: {line}" for line in lines))
-        source, draft_ids = _open_source(config, target, shape, workdir)
-        # Not before: a mistake binds to nothing.
-        write_record(workdir, _record(config, target, workdir))
+        source, draft_ids = _open_source(config, target, shape, workdir, target_mesh)
+        record = record_of(config, target, workdir)
+        barrier("every process has read what was there")
+        if is_first():  # and not before: a mistake binds to nothing
+            write_record(workdir, record)
         return _train(config, target, shape, source, draft_ids, given, workdir)
 
 
@@ -110,14 +130,24 @@ def _train(
     )
     tx = _optimizer(options, num_steps)
     rate = learning_rate(options, num_steps)
-    recipe = Recipe(config.loss, options.num_anchors, options.loss_chunk, config.seed)
-    init = functools.partial(init_state, shape=shape, tx=tx)
-    key, head = jax.random.key(config.seed), target.model.head
+    recipe = Recipe(
+        config.loss,
+        options.num_anchors,
+        options.loss_chunk,
+        config.seed,
+        options.remat,
+        options.ema,
+    )
+    key, mesh = jax.random.key(config.seed), jax.sharding.get_mesh()
+    head = move(target.model.head, mesh)
+    fresh = functools.partial(
+        _fresh_state, key, target.model, draft_ids, shape=shape, tx=tx, ema=options.ema > 0
+    )
 
     def validate() -> dict[str, Any]:
+        served = state.served
         sums = [
-            validation_step(state.drafter, head, batch, recipe=recipe)
-            for batch in source.validation()
+            validation_step(served, head, batch, recipe=recipe) for batch in source.validation()
         ]
         total = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *jax.device_get(sums))
         return summarize(total, config.loss, config.drafter)
@@ -125,9 +155,11 @@ def _train(
     with open_checkpoints(workdir, options.keep_checkpoints) as checkpoints:  # waits for saves
         if checkpoints.latest:
             # Its draft vocabulary is the checkpoint's, whatever the data would give now.
-            state, start = restore_latest(checkpoints, init, key, target.model, draft_ids)
+            like = jax.tree.map(functools.partial(_as_on, mesh), target.model)
+            init = functools.partial(init_state, shape=shape, tx=tx, ema=options.ema > 0)
+            state, start = restore_latest(checkpoints, abstract(init, key, like, draft_ids), fresh)
         else:
-            state, start = jax.jit(init)(key, target.model, draft_ids), 0
+            state, start = fresh(), 0
             if given is not None:  # its draft vocabulary as well
                 given = named(state.drafter) | given
                 state = start_from(state, given, f"drafter.init_from={config.drafter.init_from}")
@@ -152,6 +184,7 @@ def _train(
         with (
             MetricsWriter(workdir, step=start) as metrics,
             progress(total=num_steps, desc="train", unit="step", initial=start) as bar,
+            sigterm() as asked,
         ):
             pending = None  # metrics of the step before: reading them must not hold up dispatch
             began, logged = time.monotonic(), start
@@ -186,22 +219,58 @@ def _train(
                             "gives NaN on a validation document: check its weights and dtype"
                         )
                     metrics.write(done, {f"validation/{k}": v for k, v in values.items()})
-                if done % options.checkpoint_every == 0 or done == num_steps:
+                stop = asked(done) and done < num_steps
+                if done % options.checkpoint_every == 0 or done == num_steps or stop:
                     _check_finite(pending, source)  # never save what is not finite
                     save(checkpoints, state, done, rank)
                 bar.update()
-    _draw(workdir)
+                if stop:
+                    raise Terminated(
+                        f"SIGTERM: step {done} of {num_steps} is saved in {workdir}; the same "
+                        "command goes on from there, on any mesh"
+                    )
+    if is_first():
+        _draw(workdir)
     return values
 
 
+def _fresh_state(
+    key: jax.Array,
+    target: Target,
+    draft_ids: np.ndarray | None,
+    *,
+    shape: DrafterShape,
+    tx: optax.GradientTransformation,
+    ema: bool,
+) -> TrainState:
+    """`init_state` on the current mesh, of a target that may be on another one."""
+    mesh, target_mesh = jax.sharding.get_mesh(), target.norm[...].sharding.mesh
+    if mesh == target_mesh:
+        init = functools.partial(init_state, shape=shape, tx=tx, ema=ema)
+        return jax.jit(init)(key, target, draft_ids)
+    with jax.set_mesh(target_mesh):  # it may take over layers
+        drafter = jax.jit(functools.partial(init_drafter, shape=shape))(key, target, draft_ids)
+    return jax.jit(functools.partial(state_of, tx=tx, ema=ema))(move(drafter, mesh))
+
+
+def _as_on(mesh: Mesh, x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Something like x, of which only the shape matters."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+
+
 def _open_source(
-    config: RunConfig, target: OpenedTarget, shape: DrafterShape, workdir: Path
+    config: RunConfig,
+    target: OpenedTarget,
+    shape: DrafterShape,
+    workdir: Path,
+    target_mesh: Mesh,
 ) -> tuple[LocalSource, np.ndarray | None]:
     """Loads (or first prepares) the data and packs it; the draft vocabulary if it is pruned."""
     options = config.train
     directory = Path(config.data.path) if config.data.path else workdir / "data"
-    if not (directory / "dataset").is_dir():
-        prepare_dataset(config, target, directory)
+    if not first_says((directory / "dataset").is_dir):
+        with jax.set_mesh(target_mesh):
+            prepare_dataset(config, target, directory)
     documents = load_dataset(directory, target.fingerprint)
     train, validation = split(documents, config.data.validation_fraction)
     for row in documents:
@@ -210,6 +279,13 @@ def _open_source(
                 f"drafter.mask_token_id={config.drafter.mask_token_id} occurs in the training "
                 f"data (row {row.id}): choose an id the target never uses"
             )
+    if jax.process_count() > 1:
+        digests = [
+            hashlib.sha256(x.tobytes()).hexdigest()
+            for row in documents
+            for x in (row.ids, row.loss_mask)
+        ]
+        check_same("data set", "".join(digests), f"{directory} has to be a folder that all share")
     length = config.data.sequence_length
     packed, held_out = pack(train, length), pack(validation, length)
     print(
@@ -236,6 +312,7 @@ def _open_source(
         validation_rows=options.validation_rows,
         cache_bytes=int(options.feature_memory_gb * 2**30),
         whole_vocabulary=shape.pruned,
+        mesh=target_mesh,
     )
     return source, draft_ids
 
@@ -254,81 +331,31 @@ def _check_finite(pending: tuple[int, dict] | None, source: LocalSource) -> dict
     return host
 
 
-def _check_mesh(config: RunConfig, shape: DrafterShape) -> None:
-    """Refuses a mesh whose axes do not divide the batch or the drafter."""
+def _check_mesh(config: RunConfig, shape: DrafterShape, target_mesh: Mesh) -> None:
+    """Refuses meshes whose axes do not divide the batch or the drafter."""
     mesh, options = jax.sharding.get_mesh().shape, config.train
     rows = options.global_batch_size // options.accumulation
-    for axis, name, size in (
-        ("fsdp", "train.global_batch_size / train.accumulation", rows),
-        ("tp", "drafter.num_kv_heads", shape.num_kv_heads),
-        ("tp", "drafter.intermediate_size", shape.intermediate_size),
-        ("tp", "drafter.vocab_size", shape.draft_vocab),
+    for axis, parts, name, size in (
+        ("fsdp", mesh["fsdp"], "train.global_batch_size / train.accumulation", rows),
+        ("target_fsdp", target_mesh.shape["fsdp"], "train.global_batch_size / accumulation", rows),
+        ("tp", mesh["tp"], "drafter.num_kv_heads", shape.num_kv_heads),
+        ("tp", mesh["tp"], "drafter.intermediate_size", shape.intermediate_size),
+        ("tp", mesh["tp"], "drafter.vocab_size", shape.draft_vocab),
+        ("tp", mesh["tp"], "the target's vocab_size", shape.vocab_size),
+        ("fsdp", mesh["fsdp"], "the target's hidden_size", shape.hidden_size),
     ):
-        if size % mesh[axis]:
+        if size % parts:
             raise UserError(
-                f"{name}={size} cannot be cut into the {mesh[axis]} parts of mesh axis {axis!r}; "
+                f"{name}={size} cannot be cut into the {parts} parts of mesh axis {axis!r}; "
                 f"change one of them or --config.mesh.{axis}"
             )
-
-
-def _record(config: RunConfig, target: OpenedTarget, workdir: Path) -> RunRecord:
-    named = json.loads((target.directory / "config.json").read_text()).get("architectures")
-    model = target.model.config
-    architectures = tuple(named or [FAMILIES[model.family]])
-    directory = str(target.directory.resolve())
-    made_with = target.fingerprint
-    if step_folders(workdir):  # what it began with stays unrecorded if it was
-        template = read_record(workdir).fingerprint.template
-        made_with = dataclasses.replace(made_with, template=template)
-    return RunRecord(config, made_with, directory, model, architectures)
-
-
-def _check_same_run(config: RunConfig, target: OpenedTarget, workdir: Path) -> None:
-    """Refuses to go on with another target or drafter; says what else has changed."""
-    if not (workdir / "config.json").exists() or not step_folders(workdir):
-        return
-    old = read_record(workdir)
-    other = f"{workdir} holds a run with another"
-    remedy = "use another --workdir, or delete it to start anew"
-    parts = old.fingerprint.differences(target.fingerprint)
-    if parts or old.fingerprint.other_template(target.fingerprint):
-        parts = parts or ["chat template"]
-        raise UserError(f"{other} target ({', '.join(parts)} differ): {remedy}")
-    changed = _differences(_explicit(old), _explicit(dataclasses.replace(old, config=config)))
-    if old.imported:  # it starts from these weights, with what their files do not tell
-        guesses = ("init=", "init_from=", "head_init=", "dtype=", "confidence_d", "eagle3.step")
-        guesses = tuple(f"drafter.{guess}" for guess in guesses)
-        changed = [text for text in changed if not text.startswith(guesses)]
-    if drafter := [text for text in changed if text.startswith("drafter.")]:
-        raise UserError(f"{other} drafter, {', '.join(drafter)}: {remedy}")
-    if changed:
-        print(f"{workdir}: goes on with {', '.join(changed)}")
-
-
-def _explicit(record: RunRecord) -> RunConfig:
-    """Its config with what follows from its target and its other fields written out."""
-    sizes = canonical(record.shape).config
-    drafter = dataclasses.replace(
-        record.config.drafter,
-        confidence_with_markov=sizes.confidence_with_markov,
-        **{
-            name: getattr(sizes, name)
-            for name in ("vocab_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-        },
-    )
-    return dataclasses.replace(record.config, drafter=drafter)
-
-
-def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """["drafter.block_size=5 (there 7)", ...] of two configs."""
-    found = []
-    for field in dataclasses.fields(new):
-        name, a, b = prefix + field.name, getattr(old, field.name), getattr(new, field.name)
-        if dataclasses.is_dataclass(b):
-            found += _differences(a, b, f"{name}.")
-        elif a != b:
-            found.append(f"{name}={b!r} (there {a!r})")
-    return found
+    if config.profile and (jax.process_count() > 1 or target_mesh != jax.sharding.get_mesh()):
+        raise UserError("profile=True measures one process whose target and drafter share a mesh")
+    if options.feature_memory_gb and jax.process_count() > 1:
+        raise UserError(
+            f"train.feature_memory_gb={options.feature_memory_gb}: the features of a row are kept "
+            "in one process, and the next epoch has it in another one; set it to 0"
+        )
 
 
 def _draw(workdir: Path) -> None:
@@ -341,6 +368,7 @@ def _draw(workdir: Path) -> None:
 
 def main() -> None:
     """Entry point."""
+    _JOIN()
     config = from_mapping(RunConfig, _CONFIG.value.to_dict())
     values = run(config, Path(_WORKDIR.value))
     print(
@@ -354,5 +382,6 @@ if __name__ == "__main__":  # flags too: several commands may be imported into o
         "config", None, "The experiment file, with a variant as FILE:VARIANT.", lock_config=True
     )
     _WORKDIR = flags.DEFINE_string("workdir", None, "Where checkpoints and metrics go.")
+    _JOIN = define_flags()
     flags.mark_flags_as_required(["config", "workdir"])
     run_main(main)

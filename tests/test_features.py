@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tiny_targets import model_config, random_tensors, write_model
 
-from dspark_jax.core.sharding import make_mesh, place
+from dspark_jax.core.config import MeshConfig
+from dspark_jax.core.sharding import make_mesh, make_meshes, place
 from dspark_jax.data.batches import pack
 from dspark_jax.data.dataset import Row
 from dspark_jax.features.local import LocalSource, _whole_vocabulary
@@ -39,7 +40,7 @@ def source_of(folder, **options) -> LocalSource:
         for i in range(10)
     ]
     return LocalSource(
-        load_target(folder, options.pop("dtype", "float32")),
+        options.pop("target", None) or load_target(folder, options.pop("dtype", "float32")),
         TAPS,
         pack(documents, LENGTH),
         pack(documents[:2], LENGTH),
@@ -94,6 +95,21 @@ def test_on_eight_devices(folder):
         check_whole_vocabulary(jax.device_get(got), folder)
     np.testing.assert_allclose(got.teacher_lse, want.teacher_lse, rtol=1e-5)
     np.testing.assert_array_equal(got.teacher_best, want.teacher_best)
+
+
+def test_on_devices_of_its_own(folder):
+    """The target on four devices, what it gives on the four others, rows where they belong."""
+    options = {"whole_vocabulary": True, "batch_size": 4, "accumulation": 1}
+    want = jax.device_get(source_of(folder, **options).batch(0))
+    ours, theirs = make_meshes(MeshConfig(fsdp=4, tp=1, target_fsdp=4))
+    with jax.set_mesh(theirs):
+        target = load_target(folder, "float32")
+    with jax.set_mesh(ours):
+        source = source_of(folder, **options, target=target, mesh=theirs)
+        for batch in (source.batch(0), *source.validation()):
+            for x in jax.tree.leaves(batch):
+                assert x.sharding.mesh == ours and x.sharding.spec[1] == "fsdp"
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), source.batch(0), want)
 
 
 @pytest.mark.parametrize("positions", [1, 5, 8, 100])

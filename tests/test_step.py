@@ -5,6 +5,12 @@ pytest tests/test_step.py
 
 import dataclasses
 import functools
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +201,36 @@ def check(got: Result, want: Result):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
     for x in got.metrics["finite"].values():
         assert x
+
+
+def test_neither_do_processes(whole, tmp_path):
+    """Two of four devices each; the second one has no valid anchor (R127, R129)."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        address = f"localhost:{found.getsockname()[1]}"
+    tests = pathlib.Path(__file__).resolve().parent
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4"}
+    environment["PYTHONPATH"] = f"{tests.parent}:{tests}"
+    flags = [f"--coordinator={address}", "--num_processes=2"]
+    running = [
+        subprocess.Popen(
+            [sys.executable, tests / "step_worker.py", *flags, f"--process_id={i}", tmp_path / "0"],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for process in running:
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+    got = json.loads((tmp_path / "0").read_text())
+    assert got["loss"] == pytest.approx(float(whole.loss), rel=1e-6)
+    assert got["weight"] == pytest.approx(float(whole.metrics["sums"].weight))
+    for name, grad in whole.grads.items():
+        np.testing.assert_allclose(
+            got["grads"][name], grad, rtol=1e-5, atol=3e-6 * np.abs(grad).max(), err_msg=name
+        )
 
 
 def test_the_gradient_norm_is_of_the_trained_arrays(whole):

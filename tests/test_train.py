@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -23,13 +24,14 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from orbax.checkpoint import v1 as ocp
 
 from dspark_jax import train
 from dspark_jax.convert import convert
 from dspark_jax.core.config import RunConfig
-from dspark_jax.core.errors import UserError
+from dspark_jax.core.errors import Terminated, UserError
 from dspark_jax.core.metrics import read_metrics
-from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.sharding import abstract, make_mesh
 from dspark_jax.core.trees import named
 from dspark_jax.data.batches import batch_rows, pack, split
 from dspark_jax.data.dataset import Row, load_dataset, save_dataset
@@ -331,6 +333,50 @@ def test_remembered_features_change_nothing(reference, tmp_path):
     assert rows(tmp_path) == rows(reference.workdir)
 
 
+def raw_arrays(workdir: pathlib.Path, step: int) -> dict[str, np.ndarray]:
+    """What training goes on with, whatever is exported."""
+    path = workdir.absolute() / "checkpoints" / str(step)
+    saved = ocp.checkpointables_metadata(path).metadata["drafter"]
+    host = jax.tree.map(lambda m: np.empty(m.shape, m.dtype), saved)
+    return ocp.load_checkpointables(path, {"drafter": host})["drafter"]
+
+
+def test_an_average_of_the_weights_is_what_is_used(reference, tmp_path, caplog):
+    """Saved, exported and resumed: the average of the weights after each update."""
+    changes = FIRST | {"train.ema": 0.14, "train.num_steps": 5}
+    config, workdir = changed(reference, changes), tmp_path / "run"
+    train.run(config, workdir)
+    expected = column(reference.workdir, "loss")[:2]
+    np.testing.assert_allclose(column(workdir, "loss")[:2], expected, rtol=1e-5)
+    average = raw_arrays(workdir, 1)  # the first learning rate is 0
+    for step in range(2, 6):
+        decay, raw = min(0.14, step / (9 + step)), raw_arrays(workdir, step)
+        average = {n: decay * average[n].astype(float) + (1 - decay) * raw[n] for n in raw}
+        for name, array in load_arrays(workdir, step).items():
+            np.testing.assert_allclose(array, average[name], rtol=1e-5, atol=1e-7)
+            assert (array != raw[name]).any()
+    again = tmp_path / "again"
+    shutil.copytree(workdir, again)
+    shutil.rmtree(again / "checkpoints" / "5" / "ema")  # lost, not left out
+    shutil.rmtree(again / "checkpoints" / "4")
+    with caplog.at_level(logging.WARNING):
+        train.run(config, again)
+    assert "checkpoint 5 cannot be read" in caplog.text
+    assert rows(again) == rows(workdir) and rows(again, "validation") == rows(workdir, "validation")
+    ours, theirs = load_arrays(again, 5), load_arrays(workdir, 5)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_an_average_may_begin_and_end_at_a_restart(reference, tmp_path, capsys):
+    for steps, decay in ((2, 0.0), (4, 0.5), (6, 0.0)):
+        changes = {"train.ema": decay, "train.num_steps": steps, "train.warmup_fraction": 0.5}
+        train.run(changed(reference, changes), tmp_path / "run")
+        average, raw = load_arrays(tmp_path / "run", steps), raw_arrays(tmp_path / "run", steps)
+        assert all(np.array_equal(average[name], raw[name]) == (not decay) for name in raw)
+    assert "train.ema=0.5 (there 0.0)" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [{"train.accumulation": 2}, {"mesh": {"fsdp": 2, "tp": 1}}])
 def test_partitions_agree_to_rounding(reference, tmp_path, change):
@@ -419,6 +465,28 @@ def test_killed_runs_go_on_bit_for_bit(reference, uninterrupted, tmp_path, compi
     assert kill_when(command(workdir, config, compile_once), saved_beyond(workdir, 3))
     assert not kill_when(command(workdir, config, compile_once), lambda: False)
     assert_same_run(workdir, uninterrupted)
+
+
+def test_sigterm_saves_before_the_end(reference, uninterrupted, tmp_path):
+    """The step it was at, whatever the interval; the rest is the same to the bit."""
+
+    def terminate() -> None:
+        while not logged(tmp_path, 4)():
+            time.sleep(0.0005)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=terminate, daemon=True).start()
+    with pytest.raises(Terminated, match=f"step .* of 24 is saved in {tmp_path}"):
+        train.run(changed(reference, LONG | {"train.checkpoint_every": 24}), tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+    (step,) = checkpoint_steps(tmp_path)
+    assert step == max(rows(tmp_path)) and 4 <= step < 24
+    train.run(changed(reference, LONG), tmp_path)
+    for kind in ("", "validation"):
+        assert rows(tmp_path, kind) == rows(uninterrupted, kind)
+    ours, theirs = load_arrays(tmp_path, 24), load_arrays(uninterrupted, 24)
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.slow
@@ -548,7 +616,8 @@ def test_a_restored_state_is_the_saved_one_on_any_mesh(reference, tmp_path):
         with jax.set_mesh(make_mesh(*mesh)):
             target = open_target(config.target, config.target_dtype).model
             with open_checkpoints(reference.workdir, 3) as run:
-                state, step = restore_latest(run, init, jax.random.key(0), target)
+                make = functools.partial(init, jax.random.key(0), target)
+                state, step = restore_latest(run, abstract(make), jax.jit(make))
             assert step == STEPS and int(state.step) == STEPS
             fresh = jax.eval_shape(init, jax.random.key(0), target)
             assert jax.tree.structure(state) == jax.tree.structure(fresh)
@@ -667,7 +736,8 @@ def test_an_import_is_trained_on_where_it_lies(reference, kept, tmp_path, capsys
         tx = make_optimizer(config.train, STEPS)
         init = functools.partial(init_state, shape=read_record(workdir).shape, tx=tx)
         with open_checkpoints(workdir, 3) as run:
-            state, step = restore_latest(run, init, jax.random.key(0), target)
+            make = functools.partial(init, jax.random.key(0), target)
+            state, step = restore_latest(run, abstract(make), jax.jit(make))
         adam, schedule = (
             [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_kind) if is_kind(x)]
             for is_kind in (

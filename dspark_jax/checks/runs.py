@@ -22,6 +22,7 @@ from dspark_jax.checks.facts import (
     read_drafter,
 )
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.processes import is_first
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.weights.drafter_file import DrafterFile
 from dspark_jax.weights.eagle3_file import capped
@@ -93,7 +94,7 @@ def tell(findings: Collection[Finding], place: str, stop: bool = True) -> None:
     if refused and stop:
         more = f" (1 of {len(refused)} refusals)" if len(refused) > 1 else ""
         raise UserError(f"{_line(refused[0], place)}{more}")
-    for finding in findings:
+    for finding in findings if is_first() else ():
         kind = "warning" if finding.severity == WARN else "refused by preflight"
         print(f"dspark_jax: {kind}: {_line(finding, place)}", file=sys.stderr, flush=True)
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
-from dspark_jax.core.errors import UserError
+from dspark_jax.core.errors import Terminated, UserError
 from dspark_jax.core.semantics import table_of
 
 # XLA's C++ log lines start at warnings; jax reads this when it is imported, and leaves it if set.
@@ -32,6 +32,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 FAULT_OF_USER = 2  # exit codes; 1 is left to Python's own tracebacks
 INTERRUPTED = 130
+TERMINATED = 143
 # What a flag's parser says of a value of the wrong kind -> what it should have been.
 _KINDS = {
     "invalid literal for int()": "a whole number",
@@ -45,7 +46,8 @@ def run_main(main: Callable[[], None]) -> None:
     """Parses the flags that the command defined, runs `main` and ends the process.
 
     Exit codes: 0 when `main` returns, 2 after one line on stderr for a `UserError` and for flags or
-    config files that cannot be used, 130 after Ctrl-C, 1 with the traceback for anything else.
+    config files that cannot be used, 130 after Ctrl-C, 143 after SIGTERM where a command saves
+    first, 1 with the traceback for anything else. What ends one of several processes ends all.
     `--help` prints the docstring of the command and its flags, and exits 0.
     """
 
@@ -53,9 +55,18 @@ def run_main(main: Callable[[], None]) -> None:
         try:
             main()
         except UserError as error:
-            _stop(str(error))
+            with ending(str(error), FAULT_OF_USER):
+                _stop(str(error))
+        except Terminated as error:
+            _stop(str(error), TERMINATED)
         except KeyboardInterrupt:
-            _interrupted()
+            with ending("interrupted", INTERRUPTED):
+                _interrupted()
+        except Exception as error:
+            fail(error)
+            raise
+
+    from dspark_jax.core.processes import ending, fail  # jax, which reads the environment above
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)

@@ -16,14 +16,27 @@ from dspark_jax.core.semantics import SEMANTICS, Experiment, completed
 
 ALGORITHMS = ("dspark", "eagle3")
 MARKOV_HEADS = ("none", "vanilla", "gated", "rnn")
+REMATS = ("none", "layer", "dots")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices: `fsdp` shards batch and weights, `tp` heads, MLP and vocabulary. -1 = the rest."""
+    """Devices: `fsdp` shards batch and weights, `tp` heads, MLP and vocabulary. -1 = the rest.
+
+    In training the target may run on target_fsdp x target_tp devices of its own, behind the
+    drafter's; its taps then go from device to device. target_fsdp = 0: on the same devices.
+    """
 
     fsdp: int = -1
     tp: int = 1
+    target_fsdp: int = 0
+    target_tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("fsdp", -1), ("tp", 1), ("target_fsdp", 0), ("target_tp", 1)):
+            value = getattr(self, name)
+            if value < least or (name == "fsdp" and value == 0):
+                raise UserError(f"mesh.{name}={value}: a number of devices is needed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +208,10 @@ class TrainConfig:
       num_anchors: at most so many anchors per row.
       num_steps: updates; 0 = `num_epochs` over the data.
       loss_chunk: slots whose logits exist at once.
+      remat: what the backward pass of a draft layer computes again to save memory: none; dots = all
+        but the products with weights; layer = everything (models/remat.py).
+      ema: decay of an exponential moving average of the weights, which is then what is validated,
+        saved for use and exported; 0 = none. In the first updates it is (1 + n) / (10 + n).
       feature_memory_gb: host memory in which target features of training rows are kept, so that
         later epochs do not run the target again; 0 = always run it.
     """
@@ -217,6 +234,13 @@ class TrainConfig:
     validation_rows: int = 16
     loss_chunk: int = 256
     feature_memory_gb: float = 0.0
+    remat: str = "none"
+    ema: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_choice("train.remat", self.remat, REMATS)
+        if not 0 <= self.ema < 1:
+            raise UserError(f"train.ema={self.ema}: a decay such as 0.999, or 0 for none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +295,11 @@ class RunConfig:
         if self.drafter.head_init != "normal":
             raise UserError(
                 f"drafter.head_init={self.drafter.head_init!r}: EAGLE-3 has neither of these heads"
+            )
+        if self.train.remat != "none":
+            raise UserError(
+                f"train.remat={self.train.remat!r}: EAGLE-3 always computes its steps again; leave "
+                "it at 'none'"
             )
         for name in ("anchors", "supervision", "mask_at", "cross_documents"):
             value, fits = getattr(self.loss, name), getattr(LossConfig(), name)

@@ -9,6 +9,10 @@ class UserError(Exception):
     """
 
 
+class Terminated(Exception):
+    """SIGTERM came and everything has been saved; the message says what."""
+
+
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuses a value outside `choices`, by name."""
     if value not in choices:

@@ -8,6 +8,8 @@ from typing import Generic, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from dspark_jax.core.processes import is_first
+
 T = TypeVar("T")
 
 
@@ -44,7 +46,7 @@ class Progress(Generic[T]):
     """What `progress` returns: an iterable and a context manager.
 
     On a terminal a bar; elsewhere (logs of CI) a plain line at the start, about every
-    `every_seconds`, and at the end.
+    `every_seconds`, and at the end. Of several processes only the first shows anything.
     """
 
     def __init__(
@@ -70,6 +72,9 @@ class Progress(Generic[T]):
         self._started = self._printed_at = time.monotonic()
         self._counted_from: tuple[float, int] | None = None
         self._bar = None
+        self._shown = is_first()
+        if not self._shown:
+            return
         if _is_terminal(self._stream):
             self._bar = tqdm(total=total, desc=desc, unit=unit, initial=initial,
                              file=self._stream, dynamic_ncols=True)  # fmt: skip
@@ -119,6 +124,8 @@ class Progress(Generic[T]):
                 self.update()
 
     def _print_line(self) -> None:
+        if not self._shown:
+            return
         self._printed_at = time.monotonic()
         print(self._line(), file=self._stream, flush=True)
 

@@ -4,6 +4,9 @@ Every finished response is one line of `responses.jsonl`, written and synced bef
 restart reads the lines, drops a torn last one and goes on with what is missing. A response
 depends on (run seed, conversation id, sample, turn) only, never on its batch, so a resumed run
 gives the rows of an uninterrupted one.
+
+With several processes all of them run the target, which may be larger than what one of them holds,
+on their shares of every batch; process 0 writes.
 """
 
 import dataclasses
@@ -19,11 +22,12 @@ import numpy as np
 
 from dspark_jax.core.config import RunConfig
 from dspark_jax.core.errors import UserError
+from dspark_jax.core.processes import barrier, first_says, is_first
 from dspark_jax.core.progress import progress
-from dspark_jax.core.sharding import place
+from dspark_jax.core.sharding import place, to_host
 from dspark_jax.data.chat import Turn, empty_user_turn_ids, render_next, response_text
 from dspark_jax.data.conversation import Conversation, Message
-from dspark_jax.data.dataset import Row, save_dataset
+from dspark_jax.data.dataset import FOLDER, Row, save_dataset
 from dspark_jax.data.opened import OpenedTarget
 from dspark_jax.data.prompts import load_prompts
 from dspark_jax.decoding.plain import generate_plain
@@ -107,7 +111,7 @@ def respond(
             place(limits, "batch"),
             max_new=max_new,
         )
-        tokens, count, reason = jax.device_get((result.tokens, result.count, result.reason))
+        tokens, count, reason = to_host((result.tokens, result.count, result.reason))
         for row, request in enumerate(group):
             if reason[row] == Reason.ERROR:
                 raise UserError(
@@ -126,7 +130,7 @@ class ResponseLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_bytes() if path.exists() else b""
         good = text[: text.rfind(b"\n") + 1]
-        if len(good) < len(text):  # a kill tore the last line
+        if len(good) < len(text) and is_first():  # a kill tore the last line
             with path.open("r+b") as file:
                 file.truncate(len(good))
         for number, line in enumerate(good.splitlines(), start=1):
@@ -138,7 +142,8 @@ class ResponseLog:
                 raise UserError(
                     f"{path} line {number} is damaged: delete the file to generate again"
                 ) from None
-        self._file = path.open("a")
+        barrier("every process has read the responses")
+        self._file = path.open("a") if is_first() else None
 
     def missing(self, requests: Sequence[Request]) -> list[Request]:
         """Those not answered yet.
@@ -160,14 +165,17 @@ class ResponseLog:
         for request, response in answered:
             row = {"id": request.id, "sample": request.sample, "turn": request.turn}
             row |= {"prompt": list(request.prompt_ids), "response": response}
-            self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            if self._file is not None:
+                self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
             self.done[request.key] = Turn(request.prompt_ids, response)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) -> Path:
@@ -190,7 +198,7 @@ def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) ->
             if key not in ("path", "generation_batch", "sequence_length", "validation_fraction")
         },
     }
-    _check_recipe(directory / "recipe.json", recipe)
+    first_says(lambda: _check_recipe(directory / "recipe.json", recipe))
     log = ResponseLog(directory / "responses.jsonl")
     conversations = _own_prompts(config, target, log) if given is None else given
     dropped = 0
@@ -213,7 +221,8 @@ def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) ->
             f"{data.prompts}: no prompt is at most {data.max_prompt_tokens} tokens long; raise "
             "--config.data.max_prompt_tokens"
         )
-    return save_dataset(directory, rows, target.fingerprint, dropped)
+    first_says(lambda: str(save_dataset(directory, rows, target.fingerprint, dropped)))
+    return directory / FOLDER
 
 
 def _answer(config: RunConfig, target: OpenedTarget, requests, log: ResponseLog, what: str):

@@ -5,8 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from dspark_jax.core.sharding import place, spec
+from dspark_jax.core.sharding import move, place, place_parts, spec, to_host
 from dspark_jax.data.batches import PackedRows, batch_rows
 from dspark_jax.features.source import Batch
 from dspark_jax.models.target import Target, TargetHead
@@ -61,10 +62,10 @@ def _whole_vocabulary(
 
 
 class LocalSource:
-    """A `FeatureSource` that runs the target on the trainer's own mesh.
+    """A `FeatureSource` that runs the target in this program, on the trainer's mesh or on its own.
 
     Dispatch is asynchronous: asking for the next batch right after a train step queues the
-    target's forward while the step still runs.
+    target's forward while the step still runs; on devices of its own it runs beside the step.
     """
 
     def __init__(
@@ -80,7 +81,11 @@ class LocalSource:
         validation_rows: int,
         cache_bytes: int = 0,
         whole_vocabulary: bool = False,
+        mesh: Mesh | None = None,
     ):
+        """The current mesh is that of the batches; `mesh` is the target's, if it has its own."""
+        self._home = jax.sharding.get_mesh()
+        self._mesh = mesh or self._home
         self._target = target
         self._taps = taps
         self._train = train
@@ -123,7 +128,7 @@ class LocalSource:
         live = (batch.documents > 0)[..., None]
         taps = jnp.isfinite(jnp.where(live[..., None], batch.taps, 0)).all((2, 3, 4))
         hidden = jnp.isfinite(jnp.where(live, batch.last_hidden, 0)).all((2, 3))
-        bad = rows[~np.asarray(taps & hidden).reshape(-1)]
+        bad = rows[~to_host(taps & hidden).reshape(-1)]
         names = [name for row in (bad if len(bad) else rows) for name in self._train.names[row]]
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return f"{problem or 'the loss is NaN or infinite'} in {', '.join(names[:8])}{more}"
@@ -150,39 +155,51 @@ class LocalSource:
         return batches
 
     def _remembered(self, rows: np.ndarray, features: tuple[np.ndarray, ...]) -> Batch:
-        packed, put = self._train, functools.partial(_placed, micro=self._accumulation)
-        return Batch(
-            put(packed.tokens[rows]),
-            put(packed.loss_mask[rows]),
-            put(packed.documents[rows]),
-            put(packed.positions[rows]),
-            put(rows.astype(np.int32)),
-            *map(put, features),
-        )
+        micro = self._accumulation
+
+        def put(x: np.ndarray) -> jax.Array:
+            shaped = x.reshape(micro, len(x) // micro, *x.shape[1:])
+            return place(shaped, None, "batch", *[None] * (x.ndim - 1))
+
+        supervised = np.ones(len(rows), bool)
+        return Batch(*_inputs(self._train, rows, supervised, micro), *map(put, features))
 
     def _features(self, packed: PackedRows, rows: np.ndarray, micro: int, pad_to: int = 0) -> Batch:
         missing = max(pad_to - len(rows), 0)
         chosen = np.concatenate([rows, np.zeros(missing, rows.dtype)])
-        loss_mask = packed.loss_mask[chosen]
-        loss_mask[len(rows) :] = False
-
-        put = functools.partial(_placed, micro=micro)
-        return add_features(
-            self._target,
-            put(packed.tokens[chosen]),
-            put(loss_mask),
-            put(packed.documents[chosen]),
-            put(packed.positions[chosen]),
-            put(chosen.astype(np.int32)),
-            taps=self._taps,
-            whole=self._whole,
-        )
+        supervised = np.arange(len(chosen)) < len(rows)
+        with jax.set_mesh(self._mesh):
+            inputs = _inputs(packed, chosen, supervised, micro)
+            batch = add_features(self._target, *inputs, taps=self._taps, whole=self._whole)
+        return move(batch, self._home)
 
 
-def _placed(x: np.ndarray, micro: int) -> jax.Array:
-    """[rows, ...] on the mesh as [M, B, ...]."""
-    shaped = x.reshape(micro, len(x) // micro, *x.shape[1:])
-    return place(shaped, None, "batch", *[None] * (x.ndim - 1))
+def _inputs(
+    packed: PackedRows, rows: np.ndarray, supervised: np.ndarray, micro: int
+) -> tuple[jax.Array, ...]:
+    """The first five fields of a `Batch` on the current mesh; a process reads only its own rows.
+
+    Args:
+      supervised: bool[rows], False = the row has no loss.
+    """
+    rows, supervised = rows.reshape(micro, -1), supervised.reshape(micro, -1)
+
+    def put(values: np.ndarray) -> jax.Array:
+        axes = (None, "batch", *[None] * (values.ndim - 1))
+        shape = (*rows.shape, *values.shape[1:])
+        return place_parts(lambda index: values[rows[index[:2]]], shape, *axes)
+
+    def masked(index: tuple[slice, ...]) -> np.ndarray:
+        return packed.loss_mask[rows[index[:2]]] & supervised[index[:2]][..., None]
+
+    tokens = put(packed.tokens)
+    return (
+        tokens,
+        place_parts(masked, tokens.shape, None, "batch", None),
+        put(packed.documents),
+        put(packed.positions),
+        place_parts(lambda index: rows[index].astype(np.int32), rows.shape, None, "batch"),
+    )
 
 
 class _Memory:

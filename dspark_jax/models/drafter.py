@@ -6,6 +6,7 @@ markov_head "none" and no confidence head.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from dspark_jax.models.drafter_base import DrafterBase
 from dspark_jax.models.heads import ConfidenceHead, MarkovHead
 from dspark_jax.models.layers import Attention, Mlp, RopeConfig, rms_norm, rope_angles
 from dspark_jax.models.packing import Packing
+from dspark_jax.models.remat import rematerialised
 from dspark_jax.models.target import TargetConfig, TargetHead, check_taps
 
 
@@ -231,6 +233,7 @@ class Drafter(DrafterBase):
         anchor_positions: jax.Array,
         context: tuple[LayerCache, ...],
         visible: jax.Array,
+        remat: str = "none",
     ) -> jax.Array:
         """One parallel pass over the blocks [anchor, MASK, MASK, ...].
 
@@ -239,6 +242,7 @@ class Drafter(DrafterBase):
           anchor_tokens, anchor_positions: i32[B, A].
           context: per layer, from `context`.
           visible: bool[B, A, S], the context positions each block may see.
+          remat: what the backward pass computes again (models/remat.py).
 
         Returns:
           Post-norm hidden states [B, A, G, D].
@@ -255,7 +259,8 @@ class Drafter(DrafterBase):
         )
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"draft_layer_{index}"):
-                x = layer(x, cos, sin, context[index], visible, shape.rms_norm_eps)
+                run = functools.partial(layer, eps=shape.rms_norm_eps)
+                x = rematerialised(run, remat)(x, cos, sin, context[index], visible)
         x = rms_norm(x, self.norm[...], shape.rms_norm_eps)
         # Said outright: with one row and one anchor a reshape forgets which axis was sharded.
         split = (batch, anchors, block, shape.hidden_size)

@@ -6,12 +6,13 @@ step are everything there is to save.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from dspark_jax.core.config import RunConfig, from_mapping, to_mapping
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import write_json
+from dspark_jax.core.processes import barrier, first_says, is_first
 from dspark_jax.core.sharding import abstract
-from dspark_jax.core.trees import from_plain, named, to_plain, with_arrays
+from dspark_jax.core.trees import from_plain, named, to_plain, trainable, with_arrays
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.drafters import AnyDrafter, new_drafter
 from dspark_jax.models.target_config import TargetConfig
+from dspark_jax.training.damage import check_readable, reason, unreadable
 from dspark_jax.training.step import TrainState
 from dspark_jax.weights.fingerprint import Fingerprint
 from dspark_jax.weights.safetensors import read_json
@@ -104,10 +106,11 @@ def open_checkpoints(workdir: Path, keep: int) -> ocp.training.Checkpointer:
     Saving is decided by the caller; half-written folders of killed saves are removed. Leaving the
     context waits for the last save.
     """
-    for folder in step_folders(workdir):
+    for folder in step_folders(workdir) if is_first() else ():
         if (folder / "metrics").is_dir() and _rank(folder) == -math.inf:
             logging.warning("checkpoint %s has lost its rank: it cannot be the best", folder.name)
             shutil.rmtree(folder / "metrics")  # orbax would not open any checkpoint
+    barrier("checkpoints can be opened")
     policies = ocp.training.preservation_policies
     best = policies.BestN(
         get_metric_fn=lambda metrics: metrics[BEST_METRIC],
@@ -133,11 +136,17 @@ def save(
         ranks the checkpoint; None if it was not validated: it then is never the best.
     """
     items = {"drafter": named(state.drafter), "optimizer": to_plain(state.opt_state)}
+    if state.ema is not None:
+        items["ema"] = named(state.served)
     metrics = None if expected_length is None else {BEST_METRIC: expected_length}
-    run.save_checkpointables_async(step, items, metrics=metrics, overwrite=False)
+    run.save_checkpointables_async(
+        step, items, metrics=metrics, overwrite=False, custom_metadata={"items": list(items)}
+    )
 
 
-def restore_latest(run: ocp.training.Checkpointer, init, *args: Any) -> tuple[TrainState, int]:
+def restore_latest(
+    run: ocp.training.Checkpointer, template: TrainState, fresh: Callable[[], TrainState]
+) -> tuple[TrainState, int]:
     """The newest complete checkpoint as a state on the current mesh, whatever mesh saved it.
 
     A checkpoint that cannot be read is passed over with a warning that names it, and put aside as
@@ -145,7 +154,9 @@ def restore_latest(run: ocp.training.Checkpointer, init, *args: Any) -> tuple[Tr
     taken with a fresh optimizer, whose schedule goes on from its step.
 
     Args:
-      init, args: `init(*args)` would make a fresh state; only its shapes are used.
+      template: shapes and shardings of the state (core.sharding.abstract); with an average, if
+        one is wanted.
+      fresh: makes a state anew; called for an import alone.
 
     Returns:
       State and step.
@@ -153,43 +164,64 @@ def restore_latest(run: ocp.training.Checkpointer, init, *args: Any) -> tuple[Tr
     Raises:
       UserError: there are checkpoints, but none can be read.
     """
-    template = abstract(init, *args)
-    wanted = {"drafter": named(template.drafter), "optimizer": to_plain(template.opt_state)}
     damaged: dict[int, str] = {}
+    average = template.ema is not None
     for checkpoint in reversed(run.checkpoints):
         step, folder = checkpoint.step, Path(run.directory) / str(checkpoint.step)
+        items, problem = first_says(functools.partial(_look_at, folder, average))
         try:
-            alone = _is_drafter_alone(folder)
-            for item in ["drafter"] if alone else wanted:
-                _check_readable(folder / item)
-            if not alone:
+            if problem is not None:
+                raise ValueError(problem)
+            if items == _ALONE["items"]:
+                arrays = load_arrays(Path(run.directory).parent, step)
+                state = start_from(fresh(), arrays, f"{folder}")
+                state = dataclasses.replace(state, opt_state=_scheduled_from(state.opt_state, step))
+            else:
+                wanted = {item: named(template.drafter) for item in items}
+                wanted["optimizer"] = to_plain(template.opt_state)
                 with _quiet():
-                    items = run.load_checkpointables(step, wanted)
+                    state = _filled_state(template, run.load_checkpointables(step, wanted))
         except Exception as error:  # orbax raises many kinds for damaged folders
-            damaged[step] = _reason(error)
+            if problem is None and jax.process_count() > 1:  # the others may have read it
+                raise
+            damaged[step] = problem or reason(error)
             continue
-        if alone:
-            arrays = load_arrays(Path(run.directory).parent, step)
-            state = start_from(jax.jit(init)(*args), arrays, f"{folder}")
-            drafter, opt_state = state.drafter, _scheduled_from(state.opt_state, step)
-        else:
-            drafter = with_arrays(template.drafter, items["drafter"])
-            opt_state = from_plain(template.opt_state, items["optimizer"])
-        at = jax.device_put(jnp.asarray(step, jnp.int32), template.step.sharding)
-        for bad, reason in damaged.items():  # their step numbers will be written again
-            logging.warning(
-                "checkpoint %s cannot be read (%s); going on from %s", bad, reason, step
-            )
-            aside = folder.with_name(f"damaged-{bad}")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(folder.with_name(str(bad)), aside)
+        at = _put(np.asarray(step, np.int32), template.step.sharding)
+        for bad, why in damaged.items():  # their step numbers will be written again
+            if is_first():
+                logging.warning(
+                    "checkpoint %s cannot be read (%s); going on from %s", bad, why, step
+                )
+                aside = folder.with_name(f"damaged-{bad}")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(folder.with_name(str(bad)), aside)
         if damaged:
+            barrier("damaged checkpoints are out of the way")
             run.reload()
-        return TrainState(at, drafter, opt_state), step
+        return dataclasses.replace(state, step=at), step
     raise UserError(
         f"{run.directory}: none of the checkpoints {', '.join(map(str, damaged))} can be read "
         f"({damaged[max(damaged)]}); restore one or delete the folder to start anew"
     )
+
+
+def _look_at(folder: Path, average: bool) -> tuple[list[str], str | None]:
+    """What to restore of a checkpoint, and why that cannot be done or None."""
+    try:
+        items = [item for item in _items(folder) if average or item != "ema"]
+        return items, unreadable(folder, items)
+    except Exception as error:  # orbax raises many kinds for damaged folders
+        return [], reason(error)
+
+
+def _filled_state(template: TrainState, items: dict[str, Any]) -> TrainState:
+    drafter, ema = with_arrays(template.drafter, items["drafter"]), None
+    if "ema" in items:
+        ema = trainable(with_arrays(template.drafter, items["ema"]))
+    elif template.ema is not None:  # it was not kept until now
+        ema = _copy(trainable(drafter))
+    opt_state = from_plain(template.opt_state, items["optimizer"])
+    return TrainState(template.step, drafter, opt_state, ema)
 
 
 def checkpoint_steps(workdir: Path) -> dict[int, float]:
@@ -226,19 +258,22 @@ def choose_step(workdir: Path, which: str) -> int:
 def load_arrays(workdir: Path, step: int) -> dict[str, np.ndarray]:
     """The drafter's arrays of a checkpoint as numpy: no model, no mesh, any machine.
 
+    Those of the moving average, if the run kept one.
+
     Raises:
       UserError: the checkpoint is damaged.
     """
     path = workdir.absolute() / "checkpoints" / str(step)
     try:
-        _check_readable(path / "drafter")
+        item = "ema" if "ema" in _items(path) else "drafter"
+        check_readable(path / item)
         with _quiet():
-            saved = ocp.checkpointables_metadata(path).metadata["drafter"]
+            saved = ocp.checkpointables_metadata(path).metadata[item]
             host = jax.tree.map(lambda m: np.empty(m.shape, m.dtype), saved)
-            arrays = ocp.load_checkpointables(path, {"drafter": host})["drafter"]
+            arrays = ocp.load_checkpointables(path, {item: host})[item]
     except Exception as error:  # orbax raises many kinds for damaged folders
         raise UserError(
-            f"{path}: damaged checkpoint ({_reason(error)}); use another --step"
+            f"{path}: damaged checkpoint ({reason(error)}); use another --step"
         ) from None
     return dict(arrays)
 
@@ -256,7 +291,13 @@ def start_from(state: TrainState, arrays: dict[str, np.ndarray], where: str) -> 
       UserError: they are not of its drafter.
     """
     drafter = _filled(state.drafter, arrays, f"{where} does not fit the drafter of the config")
-    return dataclasses.replace(state, drafter=drafter)
+    ema = None if state.ema is None else _copy(trainable(drafter))
+    return dataclasses.replace(state, drafter=drafter, ema=ema)
+
+
+def _copy(tree: Any) -> Any:
+    """Buffers of its own: a state is donated as a whole, and none of it twice."""
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _filled(template: AnyDrafter, arrays: dict[str, np.ndarray], where: str) -> AnyDrafter:
@@ -271,10 +312,15 @@ def _filled(template: AnyDrafter, arrays: dict[str, np.ndarray], where: str) -> 
     return with_arrays(
         template,
         {
-            name: jax.device_put(arrays[name].astype(x.dtype, copy=False), x.sharding)
+            name: _put(arrays[name].astype(x.dtype, copy=False), x.sharding)
             for name, x in wanted.items()
         },
     )
+
+
+def _put(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A host array, the same on every process, where it belongs."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def _scheduled_from(opt_state: Any, step: int) -> Any:
@@ -283,7 +329,7 @@ def _scheduled_from(opt_state: Any, step: int) -> Any:
     def at(x: Any) -> Any:
         if not isinstance(x, optax.ScaleByScheduleState):
             return x
-        return x._replace(count=jax.device_put(jnp.asarray(step, x.count.dtype), x.count.sharding))
+        return x._replace(count=_put(np.asarray(step, x.count.dtype), x.count.sharding))
 
     return jax.tree.map(at, opt_state, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState))
 
@@ -307,10 +353,11 @@ def save_drafter(workdir: Path, arrays: dict[str, np.ndarray], step: int = 0) ->
         )
 
 
-def _is_drafter_alone(folder: Path) -> bool:
-    """Whether a checkpoint was saved without an optimizer, rather than lost it."""
+def _items(folder: Path) -> list[str]:
+    """What a checkpoint was saved with, lost or not."""
     with _quiet():
-        return ocp.checkpointables_metadata(folder).custom_metadata == _ALONE
+        custom = ocp.checkpointables_metadata(folder).custom_metadata
+    return custom["items"] if custom else ["drafter", "optimizer"]
 
 
 def _rank(folder: Path) -> float:
@@ -320,29 +367,6 @@ def _rank(folder: Path) -> float:
     except (OSError, ValueError, KeyError, TypeError):
         return -math.inf
     return rank if math.isfinite(rank) else -math.inf
-
-
-def _check_readable(folder: Path) -> None:
-    """Reads everything that one saved item consists of.
-
-    Orbax tells of damage too, but with pages of tracebacks of its own on stderr.
-
-    Raises:
-      OSError, ValueError: something is missing, cut short or no JSON.
-    """
-    for path in (folder / "_METADATA", *folder.glob("array_metadatas/*")):
-        json.loads(path.read_text())
-    base = {"driver": "file", "path": f"{folder}/"}
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    keys = store.list().result()
-    if not keys:
-        raise ValueError("it holds no arrays")
-    for key in keys:
-        store.read(key).result()
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @contextlib.contextmanager

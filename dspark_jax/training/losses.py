@@ -48,6 +48,7 @@ def dspark_loss(
     total_weight: jax.Array,
     config: LossConfig,
     chunk: int,
+    remat: str = "none",
 ) -> tuple[jax.Array, Sums]:
     """Loss of one micro-batch, already divided by the weight of the whole global batch.
 
@@ -57,13 +58,14 @@ def dspark_loss(
       weights: of the micro-batch; total_weight: f32[], the sum of their units over the global
         batch.
       chunk: rows whose logits exist at a time.
+      remat: what the backward pass computes again (models/remat.py).
 
     Returns:
       The micro-batch's share of the loss (shares add up to the loss) and its sums.
     """
     rows, slots = blocks.anchors.shape[0], weights.slots.shape[1:]
     take = jax.vmap(lambda values, index: values[index])
-    hidden = block_hidden(drafter, head, batch, blocks)
+    hidden = block_hidden(drafter, head, batch, blocks, remat)
     prev = jnp.take_along_axis(batch.tokens, blocks.prev_index.reshape(rows, -1), axis=1)
     latent = w2 = prev_rows = None
     vanilla = drafter.config.markov_head == "vanilla"
@@ -121,11 +123,14 @@ def dspark_loss(
     )
 
 
-def block_hidden(drafter: AnyDrafter, head: TargetHead, batch: Batch, blocks: Blocks) -> jax.Array:
+def block_hidden(
+    drafter: AnyDrafter, head: TargetHead, batch: Batch, blocks: Blocks, remat: str = "none"
+) -> jax.Array:
     """Hidden states of all slots of a micro-batch, [B, A, G, D]; 0 where nothing reaches the loss.
 
     Args:
       head: the target's.
+      remat: what the backward pass computes again (models/remat.py).
     """
     anchor_tokens = jnp.take_along_axis(batch.tokens, blocks.anchors, axis=1)
     anchor_positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1)
@@ -134,7 +139,9 @@ def block_hidden(drafter: AnyDrafter, head: TargetHead, batch: Batch, blocks: Bl
     else:
         padding = (batch.documents == 0)[..., None, None]
         context = drafter.context(jnp.where(padding, 0, batch.taps), batch.positions)
-        hidden = drafter.backbone(head, anchor_tokens, anchor_positions, context, blocks.visible)
+        hidden = drafter.backbone(
+            head, anchor_tokens, anchor_positions, context, blocks.visible, remat
+        )
     # Masked before use: whatever padding or a slot behind the last supervised one holds has no
     # influence, not even as 0 * NaN. The state of an rnn head passes through those before it.
     reached = jax.lax.cummax(blocks.supervised.astype(jnp.int32), axis=2, reverse=True)

@@ -40,6 +40,12 @@ class TrainState:
     step: jax.Array  # i32[], updates made
     drafter: AnyDrafter
     opt_state: optax.OptState
+    ema: AnyDrafter | None = None  # average of the trained arrays, if train.ema asks for one
+
+    @property
+    def served(self) -> AnyDrafter:
+        """The drafter to validate, evaluate and export: the average if there is one."""
+        return self.drafter if self.ema is None else with_tables(self.ema, self.drafter)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Recipe:
     num_anchors: int
     chunk: int
     seed: int
+    remat: str = "none"
+    ema: float = 0.0
 
 
 def make_optimizer(config: TrainConfig, num_steps: int) -> optax.GradientTransformation:
@@ -78,18 +86,36 @@ def init_state(
     *,
     shape: DrafterShape,
     tx: optax.GradientTransformation,
+    ema: bool = False,
 ) -> TrainState:
     """A fresh drafter and its optimizer state; jit it to make both where they will live.
 
     Args:
       draft_ids: i32[V_d] ascending, where the drafter's vocabulary is pruned.
+      ema: whether an average of the weights is kept; it starts as these.
     """
+    return state_of(init_drafter(key, target, draft_ids, shape=shape), tx=tx, ema=ema)
+
+
+def init_drafter(
+    key: jax.Array, target: Target, draft_ids: jax.Array | None = None, *, shape: DrafterShape
+) -> AnyDrafter:
+    """A fresh drafter, perhaps with layers of the target; arguments as for `init_state`."""
     drafter = new_drafter(shape, rngs=nnx.Rngs(key))
     if shape.config.init == "target":
         drafter = warm_start(drafter, target)
     if shape.pruned:
         drafter.draft_ids.set_value(draft_ids)
-    return TrainState(jnp.zeros((), jnp.int32), drafter, tx.init(trainable(drafter)))
+    return drafter
+
+
+def state_of(
+    drafter: AnyDrafter, *, tx: optax.GradientTransformation, ema: bool = False
+) -> TrainState:
+    """The state before the first update of a drafter."""
+    params = trainable(drafter)
+    average = jax.tree.map(jnp.copy, params) if ema else None
+    return TrainState(jnp.zeros((), jnp.int32), drafter, tx.init(params), average)
 
 
 @functools.partial(jax.jit, static_argnames=("tx", "recipe"), donate_argnames="state")
@@ -122,7 +148,8 @@ def train_step(
     def share(params: AnyDrafter, micro) -> tuple[jax.Array, Sums]:
         batch, blocks, weights = micro
         drafter = with_tables(params, state.drafter)
-        return dspark_loss(drafter, head, batch, blocks, weights, total, recipe.loss, recipe.chunk)
+        options = (recipe.loss, recipe.chunk, recipe.remat)
+        return dspark_loss(drafter, head, batch, blocks, weights, total, *options)
 
     def accumulate(carry, micro):
         (loss, sums), grads = jax.value_and_grad(share, has_aux=True)(params, micro)
@@ -142,14 +169,21 @@ def train_step(
     sound = finite["taps"] & finite["loss"]
     # Without any supervised slot there is no decay or momentum either.
     useful = sound & blocks.supervised.any()
-    params, opt_state = jax.tree.map(
+    ema = _average(state.ema, new_params, recipe.ema, state.step) if recipe.ema else None
+    params, opt_state, ema = jax.tree.map(
         lambda new, old: jnp.where(useful, new, old),
-        (new_params, opt_state),
-        (params, state.opt_state),
+        (new_params, opt_state, ema),
+        (params, state.opt_state, state.ema),
     )
     drafter = with_tables(params, state.drafter)
-    new = TrainState(state.step + sound.astype(jnp.int32), drafter, opt_state)
+    new = TrainState(state.step + sound.astype(jnp.int32), drafter, opt_state, ema)
     return new, {"sums": sums, "loss": loss, "grad_norm": grad_norm, "finite": finite}
+
+
+def _average(ema: AnyDrafter, params: AnyDrafter, decay: float, step: jax.Array) -> AnyDrafter:
+    """The moving average after one more update; young ones forget faster."""
+    decay = jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+    return jax.tree.map(lambda old, new: old + (1 - decay) * (new - old), ema, params)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
