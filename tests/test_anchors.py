@@ -42,7 +42,7 @@ def blocks_of(anchors, loss_mask, documents=None, from_anchor=True, block_size=4
     chosen = config(block_size, from_anchor)
     blocks, weights = _blocks(room, filled, loss_mask, documents, chosen, loss)
     blocks, weights = jax.device_get((blocks, weights))
-    for rest in (blocks.visible, blocks.supervised, weights):
+    for rest in (blocks.visible(30), blocks.supervised, weights):
         assert not rest[0, len(anchors) :].any()  # unfilled blocks see and weigh nothing
     return jax.tree.map(lambda x: x[:, : len(anchors)], blocks), weights[0, : len(anchors)]
 
@@ -108,8 +108,8 @@ def test_blocks_end_with_their_document():
     documents = [1] * 6 + [2] * 6
     blocks, _ = blocks_of([4, 7], np.ones(12), documents)
     assert blocks.supervised[0, 0].tolist() == [True, False, False, False]
-    assert np.flatnonzero(blocks.visible[0, 0]).tolist() == [0, 1, 2, 3]
-    assert np.flatnonzero(blocks.visible[0, 1]).tolist() == [6]
+    assert np.flatnonzero(blocks.visible(30)[0, 0]).tolist() == [0, 1, 2, 3]
+    assert np.flatnonzero(blocks.visible(30)[0, 1]).tolist() == [6]
     fill_in, _ = blocks_of([4], np.ones(12), documents, from_anchor=False)
     assert fill_in.supervised[0, 0].tolist() == [False, True, False, False]
     ids = np.asarray([documents], np.int32)
@@ -159,7 +159,9 @@ def test_blocks_match_the_loops(from_anchor, block_size):
         anchors = candidates(mask, documents)
         blocks, weights = blocks_of(anchors, mask, documents, from_anchor, block_size)
         for a, anchor in enumerate(anchors):
-            assert np.flatnonzero(blocks.visible[0, a]).tolist() == context_of(anchor, documents)
+            assert np.flatnonzero(blocks.visible(30)[0, a]).tolist() == context_of(
+                anchor, documents
+            )
             slots = block_slots(anchor, mask, documents, block_size, from_anchor, PAPER)
             for k, slot in enumerate(slots):
                 assert blocks.supervised[0, a, k] == slot.supervised
@@ -193,7 +195,8 @@ def test_each_option_of_supervision_matches_the_loops(options, from_anchor):
             assert blocks.supervised[0, a].tolist() == [slot.supervised for slot in slots]
             np.testing.assert_allclose(weights[a], [slot.weight for slot in slots], rtol=1e-6)
         np.testing.assert_array_equal(blocks.label_index, plain.label_index)
-        np.testing.assert_array_equal(blocks.visible, plain.visible)
+        np.testing.assert_array_equal(blocks.first, plain.first)
+        np.testing.assert_array_equal(blocks.stop, plain.stop)
         changed += (weights != by_default).sum()
     fill_in_alike = options.get("mask_at") == "slot" and len(options) == 1 and not from_anchor
     assert (changed == 0) == fill_in_alike  # there the slot is the label
@@ -232,7 +235,7 @@ def test_what_the_sums_are_divided_by(denominator, average_over):
         if empty:
             supervised[1, 1], answered[1, 1] = False, False
         loss = LossConfig(denominator=denominator, average_over=average_over, decay=2.0)
-        blocks = Blocks(*[None] * 5, supervised)
+        blocks = Blocks(*[None] * 6, supervised)
         mask = np.broadcast_to(answered[..., None], (2, 2, 5))
         weights = slot_weights(blocks, mask, config(2), loss)
         plain = np.where(supervised, np.exp(-np.arange(2) / 2.0), 0)

@@ -150,20 +150,28 @@ def visible(rows: list[Row], anchors: list[list[int]]) -> np.ndarray:
     return seen
 
 
+def bounds(rows: list[Row], anchors: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """i32[B, A] twice, the context of each block as first <= j < stop, by the reference."""
+    seen = visible(rows, anchors)
+    count = seen.sum(-1)
+    first = np.where(count > 0, seen.argmax(-1), np.asarray(anchors))
+    return first.astype(np.int32), (first + count).astype(np.int32)
+
+
 @jax.jit
-def _run(drafter, head, tokens, positions, taps, anchors, seen):
+def _run(drafter, head, tokens, positions, taps, anchors, first, stop):
     context = drafter.context(taps, positions)
     at = jnp.take_along_axis
     hidden = drafter.backbone(
-        head, at(tokens, anchors, 1), at(positions, anchors, 1), context, seen
+        head, at(tokens, anchors, 1), at(positions, anchors, 1), context, first, stop
     )
     return hidden, context
 
 
 def run_blocks(drafter, head, rows: list[Row], anchors: list[list[int]], seen=None):
     """Hidden states [B, A, G, D] of blocks by the training path, and the context of every layer."""
-    seen = visible(rows, anchors) if seen is None else seen
+    seen = bounds(rows, anchors) if seen is None else seen
     fields = ("tokens", "positions", "taps")
     arrays = [np.stack([getattr(row, name) for row in rows]) for name in fields]
-    arrays = [place(x, "batch") for x in (*arrays, np.asarray(anchors, np.int32), seen)]
+    arrays = [place(x, "batch") for x in (*arrays, np.asarray(anchors, np.int32), *seen)]
     return jax.device_get(_run(drafter, head, *arrays))

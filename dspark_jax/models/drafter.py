@@ -15,6 +15,7 @@ from flax import nnx
 from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import einsum, param, spec
+from dspark_jax.kernels.anchor_attention import anchor_attention
 from dspark_jax.models.cache import KVCache, LayerCache, write
 from dspark_jax.models.drafter_base import DrafterBase
 from dspark_jax.models.heads import ConfidenceHead, MarkovHead
@@ -98,48 +99,6 @@ class DrafterShape:
         return self.draft_vocab < self.vocab_size
 
 
-def attend_blocks(
-    q: jax.Array, context: LayerCache, k: jax.Array, v: jax.Array, visible: jax.Array
-) -> jax.Array:
-    """Attention of block slots to visible context and, both ways, to their own block.
-
-    No [anchors * slots, S + anchors * slots] scores exist: each block meets the context and
-    itself, under one softmax.
-
-    Args:
-      q: [B, K, Q, A*G, H]; k: [B, K, H, A*G]; v: [B, K, A*G, H].
-      context: keys [B, K, H, S] and values [B, K, S, H].
-      visible: bool[B, A, S], the context each block may see; a block that sees none is fine.
-
-    Returns:
-      [B, K, Q, A*G, H].
-    """
-    batch, heads, queries, slots, dim = q.shape
-    anchors = visible.shape[1]
-    block = slots // anchors
-    q = q * dim**-0.5
-    to_context = jnp.einsum("bkqth,bkhs->bkqts", q, context.k, preferred_element_type=jnp.float32)
-    seen = jnp.repeat(visible, block, axis=1)[:, None, None]
-    to_context = jnp.where(seen, to_context, jnp.finfo(jnp.float32).min)
-    q_blocks = q.reshape(batch, heads, queries, anchors, block, dim)
-    k_blocks = k.reshape(batch, heads, dim, anchors, block)
-    to_block = jnp.einsum(
-        "bkqagh,bkhac->bkqagc", q_blocks, k_blocks, preferred_element_type=jnp.float32
-    ).reshape(batch, heads, queries, slots, block)
-    top = jnp.maximum(to_context.max(-1), to_block.max(-1))
-    top = jax.lax.stop_gradient(top)[..., None]
-    context_weights = jnp.where(seen, jnp.exp(to_context - top), 0.0)
-    block_weights = jnp.exp(to_block - top)
-    total = context_weights.sum(-1) + block_weights.sum(-1)  # > 0: a slot sees its own block
-    from_context = jnp.einsum("bkqts,bksh->bkqth", context_weights.astype(v.dtype), context.v)
-    from_block = jnp.einsum(
-        "bkqagc,bkach->bkqagh",
-        block_weights.astype(v.dtype).reshape(batch, heads, queries, anchors, block, block),
-        v.reshape(batch, heads, anchors, block, dim),
-    ).reshape(batch, heads, queries, slots, dim)
-    return (from_context + from_block) / total[..., None].astype(v.dtype)
-
-
 class DraftLayer(nnx.Module):
     """Qwen3-style decoder layer whose keys and values are [context ; block]."""
 
@@ -160,12 +119,13 @@ class DraftLayer(nnx.Module):
         self.post_norm = param(ones, rngs, (d,), (None,), jnp.float32)
         self.mlp = Mlp(d, shape.intermediate_size, init=init, dtype=jnp.float32, rngs=rngs)
 
-    def __call__(self, x, cos, sin, context: LayerCache, visible, eps: float) -> jax.Array:
+    def __call__(self, x, cos, sin, context: LayerCache, first, stop, eps: float) -> jax.Array:
         """x [B, A*G, D]; the context is projected without input norm, the block with it."""
         normed = rms_norm(x, self.input_norm[...], eps)
         q = self.attention.queries(normed, cos, sin, eps)
         k, v = self.attention.keys_values(normed, cos, sin, eps)
-        x = x + self.attention.output(attend_blocks(q, context, k, v, visible))
+        attended = anchor_attention(q, context.k, context.v, k, v, first, stop)
+        x = x + self.attention.output(attended)
         return x + self.mlp(rms_norm(x, self.post_norm[...], eps))
 
 
@@ -232,7 +192,8 @@ class Drafter(DrafterBase):
         anchor_tokens: jax.Array,
         anchor_positions: jax.Array,
         context: tuple[LayerCache, ...],
-        visible: jax.Array,
+        first: jax.Array,
+        stop: jax.Array,
         remat: str = "none",
     ) -> jax.Array:
         """One parallel pass over the blocks [anchor, MASK, MASK, ...].
@@ -241,7 +202,8 @@ class Drafter(DrafterBase):
           head: the target's embedding and LM head.
           anchor_tokens, anchor_positions: i32[B, A].
           context: per layer, from `context`.
-          visible: bool[B, A, S], the context positions each block may see.
+          first, stop: i32[B, A], the context positions that each block sees: first <= j < stop
+            (kernels/anchor_attention.py).
           remat: what the backward pass computes again (models/remat.py).
 
         Returns:
@@ -260,7 +222,7 @@ class Drafter(DrafterBase):
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"draft_layer_{index}"):
                 run = functools.partial(layer, eps=shape.rms_norm_eps)
-                x = rematerialised(run, remat)(x, cos, sin, context[index], visible)
+                x = rematerialised(run, remat)(x, cos, sin, context[index], first, stop)
         x = rms_norm(x, self.norm[...], shape.rms_norm_eps)
         # Said outright: with one row and one anchor a reshape forgets which axis was sharded.
         split = (batch, anchors, block, shape.hidden_size)
@@ -335,8 +297,6 @@ class Drafter(DrafterBase):
         Args:
           anchor: i32[B], the token at position cache.length, not yet run by the target.
         """
-        visible = jnp.arange(cache.capacity) < cache.length[:, None]
-        hidden = self.backbone(
-            head, anchor[:, None], cache.length[:, None], cache.layers, visible[:, None]
-        )
+        at = cache.length[:, None]
+        hidden = self.backbone(head, anchor[:, None], at, cache.layers, jnp.zeros_like(at), at)
         return hidden[:, 0]

@@ -16,10 +16,16 @@ class Blocks:
 
     anchors: jax.Array  # i32[B, A], sorted; 0 where unfilled
     filled: jax.Array  # bool[B, A]
-    visible: jax.Array  # bool[B, A, S], context a block may see
+    first: jax.Array  # i32[B, A], the context a block sees: first <= j < stop, from the start of
+    stop: jax.Array  # its document to its anchor; 0 and -1 where unfilled
     label_index: jax.Array  # i32[B, A, G], position of the token each slot predicts
     prev_index: jax.Array  # i32[B, A, G], position of the token before it
     supervised: jax.Array  # bool[B, A, G]
+
+    def visible(self, length: int) -> jax.Array:
+        """bool[B, A, length], the context as a mask."""
+        position = jnp.arange(length)
+        return (self.first[..., None] <= position) & (position < self.stop[..., None])
 
 
 @jax.tree_util.register_dataclass
@@ -111,9 +117,12 @@ def make_blocks(
         good = jnp.cumprod(good.astype(jnp.int32), axis=-1).astype(bool)
     if not config.sample_from_anchor:
         good = good & (slot > 0)
-    before = jnp.arange(length) < anchors[..., None]
-    visible = before & (documents[:, None, :] == document[..., None]) & filled[..., None]
-    return Blocks(anchors, filled, visible, label_index, prev_index, good)
+    position = jnp.arange(length, dtype=jnp.int32)
+    begins = (jnp.roll(documents, 1, axis=1) != documents) | (position == 0)
+    begin = jax.lax.cummax(jnp.where(begins, position, 0), axis=1)
+    first = jnp.where(filled, jnp.take_along_axis(begin, anchors, axis=1), 0)
+    stop = jnp.where(filled, anchors, -1)
+    return Blocks(anchors, filled, first, stop, label_index, prev_index, good)
 
 
 def slot_weights(

@@ -39,4 +39,5 @@ def chain_hidden(
     tokens = jnp.take_along_axis(batch.tokens, blocks.prev_index.reshape(rows, -1), axis=1)
     positions = jnp.take_along_axis(batch.positions, blocks.anchors, axis=1) - 1
     tokens = tokens.reshape(rows, anchors, steps)
-    return drafter.unroll(head, start, tokens, positions, context, blocks.visible)
+    visible = blocks.visible(batch.tokens.shape[1])
+    return drafter.unroll(head, start, tokens, positions, context, visible)

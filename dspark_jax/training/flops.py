@@ -31,15 +31,17 @@ class StepSizes:
     @classmethod
     def of(cls, batch: Batch, blocks: Blocks) -> "StepSizes":
         """Counts a global batch: arrays [M, B, ...], read from the device."""
-        filled, visible, index = jax.device_get(
-            (blocks.filled, blocks.visible.sum(-1), blocks.label_index)
+        filled, first, stop, index = jax.device_get(
+            (blocks.filled, blocks.first, blocks.stop, blocks.label_index)
         )
         documents = np.asarray(batch.documents)
         labels = sum(
             len(np.unique(index[m, b][filled[m, b]])) for m, b in np.ndindex(documents.shape[:2])
         )
         slots = int(filled.sum()) * index.shape[-1]
-        return cls(int((documents > 0).sum()), slots, labels, int(visible.sum()))
+        return cls(
+            int((documents > 0).sum()), slots, labels, int(np.maximum(stop - first, 0).sum())
+        )
 
 
 def drafter_flops(shape: DrafterShape, sizes: StepSizes) -> float:

@@ -163,17 +163,18 @@ def draft_outputs(drafter: AnyDrafter, probe: Probe) -> tuple[jax.Array, jax.Arr
     batch, length = probe.taps.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
     anchor_at = jnp.full((batch, 1), length)
-    visible = jnp.ones((batch, 1, length), bool)
     if isinstance(drafter, Eagle3Drafter):
         following = jnp.concatenate([probe.before[:, 1:], tokens[:, :1]], axis=1)
         features = drafter.features(probe.taps)
         context = drafter.context(probe.head, features, following, positions)
+        visible = jnp.ones((batch, 1, length), bool)
         hidden = drafter.unroll(
             probe.head, features[:, -1:], tokens[:, None], anchor_at - 1, context, visible
         )
         return drafter.head(probe.head).logits(hidden[:, 0]), None
     context = drafter.context(probe.taps, positions)
-    hidden = drafter.backbone(probe.head, tokens[:, :1], anchor_at, context, visible)[:, 0]
+    start = jnp.zeros_like(anchor_at)
+    hidden = drafter.backbone(probe.head, tokens[:, :1], anchor_at, context, start, anchor_at)[:, 0]
     hidden = hidden[:, config.block_size - config.num_proposals :]  # fill-in: slot 0 is silent
     logits, rows = drafter.head(probe.head).logits(hidden), None
     if config.markov_rank:
