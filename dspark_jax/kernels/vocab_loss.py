@@ -33,14 +33,19 @@ that has them, and the gradients of hidden states and latents.
 
 import dataclasses
 import functools
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from dspark_jax.core.sharding import platform
 from dspark_jax.kernels.vocab_loss_chunks import Rows, chunked_loss
 from dspark_jax.kernels.vocab_loss_xla import Options
+
+# "..._interpret" runs the kernels of TPU or GPU as plain XLA on any machine.
+Implementation = Literal["xla", "mosaic_tpu", "triton", "mosaic_tpu_interpret", "triton_interpret"]
 
 
 @jax.tree_util.register_dataclass
@@ -61,12 +66,14 @@ class Teacher:
     """The target's distributions at U positions of each batch entry, and which is each row's.
 
     For a pruned vocabulary `lse` and `best` are given, of the whole vocabulary; else they are None.
+    `most`, if it is known, is the largest number of live rows that any position can have.
     """
 
     hidden: jax.Array  # [B, U, D], frozen
     lse: jax.Array | None = None  # f32[B, U], log-sum-exp of its logits
     best: jax.Array | None = None  # i32[B, U], its arg-max as a draft id, -1 if it has none
     at: jax.Array | None = None  # i32[B, N], the position of each row; None = U is N, one each
+    most: int = dataclasses.field(default=0, metadata={"static": True})  # rows of one position
 
 
 def vocab_loss_reference(
@@ -130,6 +137,7 @@ def vocab_loss(
     renormalise: bool = False,
     shared_latent: bool = False,
     chunk: int = 256,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, VocabTerms]:
     """Weighted loss of N rows per batch entry, and the terms of each row.
 
@@ -145,9 +153,14 @@ def vocab_loss(
       shared_latent: latent is f32[B, U, R], that of the position `teacher.at` (vanilla heads, whose
         previous token is the one at that position).
       chunk: at most so many rows of a device have logits at a time.
+      implementation: of a chunk's stages; None takes the kernels of the default backend (CPU:
+        "xla") where they support the operands, else "xla".
 
     Returns:
       Scalar loss, differentiable in hidden, latent and w2, and the unweighted terms.
+
+    Raises:
+      NotImplementedError: if kernels asked for by name do not support the operands.
     """
     options = Options(
         ce=ce_weight,
@@ -157,6 +170,8 @@ def vocab_loss(
         renormalise=renormalise and teacher.lse is not None,
         shared_latent=shared_latent,
         chunk=chunk,
+        most=teacher.most,
+        implementation=_choose(implementation, hidden, head, teacher),
     )
     if teacher.at is None:
         at = jnp.broadcast_to(jnp.arange(weights.shape[1]), weights.shape)
@@ -169,6 +184,24 @@ def vocab_loss(
     options = dataclasses.replace(options, batch_axes=_names(rows), vocab_axes=_names(vocab))
     operands = [_reshard(x, spec) for x, spec in zip(operands, specs)]
     return _loss(*operands, options, specs)
+
+
+def _choose(implementation: Implementation | None, hidden, head, teacher) -> Implementation:
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(f"implementation {implementation!r} is none of {get_args(Implementation)}")
+    axis_types = set(jax.sharding.get_abstract_mesh().axis_types)
+    obstacle = None
+    if any(x.dtype not in (jnp.float32, jnp.bfloat16) for x in (hidden, head, teacher.hidden)):
+        obstacle = f"float32 and bfloat16 only, not {hidden.dtype}, {head.dtype}"
+    elif 0 in (hidden.size, head.size):
+        obstacle = f"nothing to do for hidden {hidden.shape} and head {head.shape}"
+    elif AxisType.Auto in axis_types or len(axis_types) > 1:
+        obstacle = "the axes of the mesh must be explicit, or all manual (inside a shard_map)"
+    if obstacle and implementation not in (None, "xla"):
+        raise NotImplementedError(f"vocabulary loss by {implementation}: {obstacle}")
+    if obstacle:
+        return "xla"
+    return implementation or {"tpu": "mosaic_tpu", "gpu": "triton"}.get(platform(), "xla")
 
 
 def _reshard(tree, spec: P):

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from dspark_jax.kernels import vocab_loss_xla as stages
-from dspark_jax.kernels.vocab_loss_xla import Chunk, Options
+from dspark_jax.kernels import vocab_loss_mosaic, vocab_loss_triton, vocab_loss_xla
+from dspark_jax.kernels.vocab_loss_xla import Chunk, Options, Slopes
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +111,10 @@ def chunked_loss(
     caller. Rows of weight 0 get terms and gradients of 0.
     """
     positions = rows.teacher.shape[0]
-    plan = make_plan(rows.at, rows.weights > 0, positions, options.chunk)
+    most = options.chunk
+    if options.implementation.startswith("mosaic_tpu"):
+        most = min(most, vocab_loss_mosaic.most_rows(rows.hidden.shape[1]))
+    plan = make_plan(rows.at, rows.weights > 0, positions, most)
     # Devices go through equally many chunks, else those that have fewer would miss a collective.
     count = _over(jax.lax.pmax, plan.count, options.batch_axes + options.vocab_axes)
     size = plan.rows.shape[1]
@@ -133,6 +136,7 @@ def chunked_loss(
             weights=take(rows.weights, row),
             spot=spot if plan.shared else None,
             latent_at_spot=by_position,
+            most=options.most,
         )
         part, terms, grads = chunk_terms(chunk, head, w2, d_w2, options, with_grads)
         if with_grads:
@@ -152,7 +156,8 @@ def chunked_loss(
         kept_grads = (buffer(size, rows.hidden), d_latent)
         d_w2 = None if w2 is None else jnp.zeros(w2.shape, jnp.float32)
     start = (jnp.zeros(()), (kept_terms, kept_grads), d_w2)
-    loss, (kept_terms, kept_grads), d_w2 = jax.lax.fori_loop(0, count, body, start)
+    with jax.named_scope(f"at_most_{plan.rows.shape[0]}_times"):  # for who counts without running
+        loss, (kept_terms, kept_grads), d_w2 = jax.lax.fori_loop(0, count, body, start)
 
     def whole(kept: Array) -> Array:  # as the rows lay
         return take(kept.reshape(-1, *kept.shape[2:]), plan.inverse)
@@ -186,7 +191,8 @@ def chunk_terms(chunk: Chunk, head, w2, d_w2, options: Options, with_grads: bool
         offset = offset * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
     offset = offset * head.shape[0]
     # 1. Logits.
-    found = stages.logits(chunk, head, w2, options)
+    logits, sum_up, gradients = _stages(options.implementation)
+    found = logits(chunk, head, w2, options)
     lse = _joined(found.top, found.total, axes)
     top = _over(jax.lax.pmax, found.top, axes)
     own_lse = _joined(found.teacher_top, found.teacher_total, axes)  # of p within `head`
@@ -215,7 +221,7 @@ def chunk_terms(chunk: Chunk, head, w2, d_w2, options: Options, with_grads: bool
     mass = jnp.ones_like(lse_t)
     if options.renormalise:
         mass = jnp.exp(own_lse - chunk.lse)  # of p over all V tokens, what `head` has
-    sums = stages.sums(found, chunk, lse, lse_t, mass, options)
+    sums = sum_up(found, chunk, lse, lse_t, mass, options)
     sums = jax.tree.map(lambda x: _over(jax.lax.psum, x, axes), sums)
     within = expand(jnp.exp(own_lse - lse_t))  # of p, this much can be drafted
     ce = jnp.where(known, lse - own, 0.0)
@@ -237,12 +243,22 @@ def chunk_terms(chunk: Chunk, head, w2, d_w2, options: Options, with_grads: bool
     hit = jnp.where(known, options.ce * weight, 0.0)
     lean = weight * options.l1
     level = hit - lean * (2 * sums.over_q - 1) + weight * options.kl * within
-    slopes = stages.Slopes(level, lean, weight * options.kl, hit, labels - offset)
-    d_hidden, d_latent, d_w2 = stages.gradients(
-        found, chunk, head, w2, d_w2, lse, lse_t, slopes, options
-    )
+    slopes = Slopes(level, lean, weight * options.kl, hit, labels - offset)
+    d_hidden, d_latent, d_w2 = gradients(found, chunk, head, w2, d_w2, lse, lse_t, slopes, options)
     d_hidden, d_latent = jax.tree.map(lambda x: _over(jax.lax.psum, x, axes), (d_hidden, d_latent))
     return loss, terms, (d_hidden.astype(chunk.hidden.dtype), d_latent, d_w2)
+
+
+def _stages(implementation: str) -> tuple[Callable, Callable, Callable]:
+    module = {
+        "xla": vocab_loss_xla,
+        "mosaic_tpu": vocab_loss_mosaic,
+        "triton": vocab_loss_triton,
+    }[implementation.removesuffix("_interpret")]
+    stages = (module.logits, module.sums, module.gradients)
+    if implementation.endswith("_interpret"):
+        return tuple(functools.partial(stage, interpret=True) for stage in stages)
+    return stages
 
 
 def _over(collective: Callable, x: Array, axes: tuple[str, ...]) -> Array:

@@ -23,6 +23,8 @@ class Options:
     renormalise: bool
     shared_latent: bool  # latents are those of positions
     chunk: int
+    most: int = 0  # rows at one position; 0 = not known
+    implementation: str = "xla"
     batch_axes: tuple[str, ...] = ()  # of the mesh, that rows lie on
     vocab_axes: tuple[str, ...] = ()  # and that the vocabulary lies on
 
@@ -41,6 +43,7 @@ class Chunk:
     weights: Array  # f32[C]
     spot: Array | None  # i32[C], each row's position
     latent_at_spot: bool = dataclasses.field(default=False, metadata={"static": True})
+    most: int = dataclasses.field(default=0, metadata={"static": True})  # rows of a position
 
     def expand(self, values: Array) -> Array:
         """[P, ...] of positions -> [C, ...] of rows."""
@@ -87,13 +90,15 @@ class Slopes:
 
 def logits(chunk: Chunk, head: Array, w2: Array | None, options: Options) -> Logits:
     """Stage 1: logits of rows and positions, and what their log-sum-exp is made of."""
-    z = base = _capped(_dot(chunk.hidden, head, 1), options.softcap)
-    zt = _capped(_dot(chunk.teacher, head, 1), options.softcap)
-    if chunk.latent is not None:
-        bias = _dot(chunk.latent, w2, 1)
+    base, zt, bias = raw_logits(chunk, head, w2, options)
+    z = base
+    if bias is not None:
         z = z + (chunk.expand(bias) if chunk.latent_at_spot else bias)
     top, top_t = z.max(-1), zt.max(-1)
-    ids = jax.lax.broadcasted_iota(jnp.int32, zt.shape, 1)
+    # Token ids as float32, exact up to 2^24: the largest of floats is found faster than the least
+    # of integers.
+    ids = jax.lax.broadcasted_iota(jnp.float32, zt.shape, 1)
+    best = -jnp.where(zt == top_t[:, None], -ids, -jnp.inf).max(-1)
     return Logits(
         z=z,
         zt=zt,
@@ -102,8 +107,19 @@ def logits(chunk: Chunk, head: Array, w2: Array | None, options: Options) -> Log
         total=jnp.exp(z - top[:, None]).sum(-1),
         teacher_top=top_t,
         teacher_total=jnp.exp(zt - top_t[:, None]).sum(-1),
-        teacher_best=jnp.where(zt == top_t[:, None], ids, zt.shape[-1]).min(-1),
+        teacher_best=jnp.minimum(best, zt.shape[1]).astype(jnp.int32),
     )
+
+
+def raw_logits(
+    chunk: Chunk, head: Array, w2: Array | None, options: Options
+) -> tuple[Array, Array, Array | None]:
+    """Logits before the bias f32[C, V], the target's f32[P, V], and the bias as its latents lie."""
+    both = jnp.concatenate([chunk.hidden, chunk.teacher])  # the head is packed for products once
+    both = _capped(_dot(both, head, 1), options.softcap)
+    rows = chunk.hidden.shape[0]
+    bias = None if chunk.latent is None else _dot(chunk.latent, w2, 1)
+    return both[:rows], both[rows:], bias
 
 
 def sums(
@@ -145,20 +161,40 @@ def gradients(
     d_base = d_z
     if options.softcap:
         d_base = d_z * (1.0 - jnp.square(found.base / options.softcap))
+    return multiply_back(chunk, head, w2, d_w2, d_base, d_z)
+
+
+def multiply_back(
+    chunk: Chunk, head: Array, w2: Array | None, d_w2: Array | None, d_base: Array, d_z: Array
+) -> tuple[Array, Array | None, Array | None]:
+    """Gradients from d loss / d logits [C, V], before the bias and with it."""
     dtype = chunk.hidden.dtype
     d_hidden = _dot(d_base.astype(dtype), head, 0)
     if chunk.latent is None:
         return d_hidden, None, None
-    if chunk.latent_at_spot:  # first the sum over the rows of each position
-        places = jnp.arange(chunk.latent.shape[0])[:, None]
-        here = (places == chunk.spot).astype(dtype)
-        d_z = _dot(here, d_z.astype(dtype), 0)
+    if chunk.latent_at_spot:
+        d_z = _by_position(chunk, d_z)
     d_z = d_z.astype(dtype)
     d_latent = _dot(d_z, w2.astype(dtype), 0)
     share = jax.lax.dot_general(
         d_z, chunk.latent.astype(dtype), (((0,), (0,)), ((), ())), None, jnp.float32
     )
     return d_hidden, d_latent, d_w2 + share
+
+
+def _by_position(chunk: Chunk, d_z: Array) -> Array:
+    """The sum f32[P, V] over the rows [C, V] of each position, which follow one another."""
+    places = jnp.arange(chunk.latent.shape[0])
+    if not chunk.most:
+        here = (places[:, None] == chunk.spot).astype(d_z.dtype)
+        return _dot(here, d_z, 0)
+    first = jnp.searchsorted(chunk.spot, places)
+    count = jnp.searchsorted(chunk.spot, places, side="right") - first
+    total = jnp.zeros((len(places), d_z.shape[1]), jnp.float32)
+    for k in range(chunk.most):  # one pass that reads rows, where a product reads all for each
+        row = d_z.at[jnp.minimum(first + k, len(d_z) - 1)].get(mode="promise_in_bounds")
+        total = total + jnp.where((k < count)[:, None], row, 0)
+    return total
 
 
 def _probabilities(found: Logits, chunk: Chunk, lse: Array, lse_t: Array) -> tuple[Array, Array]:

@@ -89,7 +89,8 @@ def dspark_loss(
     # A supervised slot's previous token is the one before its label, and what the target says
     # there is the distribution of that label.
     at = blocks.prev_index.reshape(rows, -1)
-    teacher = Teacher(batch.last_hidden.astype(hidden.dtype), lse, best, at)
+    most = slots[1]  # anchors differ, so a position is each slot of one block at most
+    teacher = Teacher(batch.last_hidden.astype(hidden.dtype), lse, best, at, most)
     share = weights.slots / jnp.maximum(total_weight, 1e-20)
     loss, terms = vocab_loss(
         hidden.reshape(rows, prev.shape[1], -1),
@@ -140,7 +141,7 @@ def block_hidden(
         padding = (batch.documents == 0)[..., None, None]
         context = drafter.context(jnp.where(padding, 0, batch.taps), batch.positions)
         hidden = drafter.backbone(
-            head, anchor_tokens, anchor_positions, context, blocks.visible, remat
+            head, anchor_tokens, anchor_positions, context, blocks.first, blocks.stop, remat
         )
     # Masked before use: whatever padding or a slot behind the last supervised one holds has no
     # influence, not even as 0 * NaN. The state of an rnn head passes through those before it.
