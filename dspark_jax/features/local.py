@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dspark_jax.core.sharding import move, place, place_parts, spec, to_host
-from dspark_jax.data.batches import PackedRows, batch_rows
+from dspark_jax.data.batches import PackedRows, step_rows
 from dspark_jax.features.source import Batch
 from dspark_jax.models.target import Target, TargetHead
 
@@ -105,8 +105,12 @@ class LocalSource:
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions of a global batch, padding included."""
-        return self._batch_size * self._train.tokens.shape[1]
+        """Positions of a global batch, padding included; with buckets a mean over all rows."""
+        return round(self._batch_size * self._train.mean_width)
+
+    def padding(self, step: int) -> float:
+        """Share of the positions of a step's batch that hold no token."""
+        return self._train.padding_of(self._rows(step))
 
     def batch(self, step: int) -> Batch:
         """The batch of an optimizer step."""
@@ -135,21 +139,22 @@ class LocalSource:
 
     def _rows(self, step: int) -> np.ndarray:
         size = self._batch_size
-        return batch_rows(step, num_rows=len(self._train), batch_size=size, seed=self._seed)
+        return step_rows(self._train, step, size, self._seed)
 
     def validation(self) -> list[Batch]:
         """The first validation rows, in micro-batches of the training size.
 
-        A last batch that is not full is filled with row 0 without supervision, so nothing
-        compiles anew and no row counts twice.
+        A last batch that is not full is filled with its first row without supervision, so nothing
+        compiles anew and no row counts twice. With buckets each has batches of its own.
         """
         if self._validation_batches:
             return self._validation_batches
         size = self._batch_size // self._accumulation
         batches = []
-        for start in range(0, self._validation_rows, size):
-            rows = np.arange(start, min(start + size, self._validation_rows))
-            batches.append(self._features(self._validation, rows, 1, pad_to=size))
+        for rows in _buckets(self._validation, self._validation_rows):
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                batches.append(self._features(self._validation, part, 1, pad_to=size))
         if self._memory.enabled:
             self._validation_batches = batches
         return batches
@@ -166,7 +171,7 @@ class LocalSource:
 
     def _features(self, packed: PackedRows, rows: np.ndarray, micro: int, pad_to: int = 0) -> Batch:
         missing = max(pad_to - len(rows), 0)
-        chosen = np.concatenate([rows, np.zeros(missing, rows.dtype)])
+        chosen = np.concatenate([rows, np.repeat(rows[:1], missing)])
         supervised = np.arange(len(chosen)) < len(rows)
         with jax.set_mesh(self._mesh):
             inputs = _inputs(packed, chosen, supervised, micro)
@@ -182,15 +187,16 @@ def _inputs(
     Args:
       supervised: bool[rows], False = the row has no loss.
     """
+    width = packed.width(rows)
     rows, supervised = rows.reshape(micro, -1), supervised.reshape(micro, -1)
 
     def put(values: np.ndarray) -> jax.Array:
-        axes = (None, "batch", *[None] * (values.ndim - 1))
-        shape = (*rows.shape, *values.shape[1:])
-        return place_parts(lambda index: values[rows[index[:2]]], shape, *axes)
+        cut = values[:, :width]
+        shape = (*rows.shape, width)
+        return place_parts(lambda index: cut[rows[index[:2]]], shape, None, "batch", None)
 
     def masked(index: tuple[slice, ...]) -> np.ndarray:
-        return packed.loss_mask[rows[index[:2]]] & supervised[index[:2]][..., None]
+        return packed.loss_mask[rows[index[:2]], :width] & supervised[index[:2]][..., None]
 
     tokens = put(packed.tokens)
     return (
@@ -200,6 +206,14 @@ def _inputs(
         put(packed.positions),
         place_parts(lambda index: rows[index].astype(np.int32), rows.shape, None, "batch"),
     )
+
+
+def _buckets(packed: PackedRows, count: int) -> list[np.ndarray]:
+    """The first rows, those of each bucket together."""
+    if packed.widths is None:
+        return [np.arange(count)]
+    widths = packed.widths[:count]
+    return [np.flatnonzero(widths == width) for width in np.unique(widths)]
 
 
 class _Memory:
