@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from dspark_jax.core.sharding import spec
+from dspark_jax.core.sharding import platform, spec
 
 
 @jax.tree_util.register_dataclass
@@ -67,9 +67,21 @@ def write(cache: LayerCache, k: jax.Array, v: jax.Array, at: jax.Array) -> Layer
     """
 
     def keys(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, 0, start))
+        at = (*[0] * (old.ndim - 1), start)
+        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), at)
 
     def values(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), (0, start, 0))
+        at = (*[0] * (old.ndim - 2), start, 0)
+        return jax.lax.dynamic_update_slice(old, new.astype(old.dtype), at)
 
-    return LayerCache(jax.vmap(keys)(cache.k, k, at), jax.vmap(values)(cache.v, v, at))
+    if len(at) > 1:
+        return LayerCache(jax.vmap(keys)(cache.k, k, at), jax.vmap(values)(cache.v, v, at))
+
+    def one_row(_, old: LayerCache) -> LayerCache:  # vmap would make it a scatter
+        return LayerCache(keys(old.k, k, at[0]), values(old.v, v, at[0]))
+
+    if v.shape[2] > 1 or platform() != "cpu":
+        return one_row(0, cache)
+    # XLA:CPU takes the write of one position for so cheap that it fuses it into each reader, and
+    # then copies the whole cache for each of them. A loop it leaves alone; it runs once.
+    return jax.lax.fori_loop(0, (at[0] >= 0).astype(jnp.int32), one_row, cache)

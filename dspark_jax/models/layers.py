@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dspark_jax.core.sharding import einsum, param
+from dspark_jax.core.sharding import param, spec
+from dspark_jax.models.linear import linear, matrix, scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,8 +227,7 @@ class Attention(nnx.Module):
 
     def queries(self, x: jax.Array, cos: jax.Array, sin: jax.Array, eps: float) -> jax.Array:
         """[B, T, D] -> [B, K, Q, T, H], normalised and rotated (cos, sin [B, T, rotary/2])."""
-        out = ("batch", "heads", None, None, None)
-        q = einsum("btd,kqhd->bkqth", x, self.q[...].astype(x.dtype), out=out)
+        q = self._heads("q", x, 3).transpose(0, 2, 3, 1, 4)
         if hasattr(self, "q_norm"):
             q = rms_norm(q, self.q_norm[...], eps, self.norm_offset)
         return apply_rope(q, cos[:, None, None], sin[:, None, None])
@@ -236,11 +236,8 @@ class Attention(nnx.Module):
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """[B, T, D] -> keys [B, K, H, T] and values [B, K, T, H]."""
-        out = ("batch", "heads", None, None)
-        k = einsum("btd,khd->bkth", x, self.k[...].astype(x.dtype), out=out)
-        v = k
-        if hasattr(self, "v"):
-            v = einsum("btd,khd->bkth", x, self.v[...].astype(x.dtype), out=out)
+        k = self._heads("k", x, 2).transpose(0, 2, 1, 3)
+        v = self._heads("v", x, 2).transpose(0, 2, 1, 3) if hasattr(self, "v") else k
         if self.v_norm:
             v = rms_norm(v, None, eps)
         if hasattr(self, "k_norm"):
@@ -249,8 +246,25 @@ class Attention(nnx.Module):
 
     def output(self, heads: jax.Array) -> jax.Array:
         """[B, K, Q, T, H] -> [B, T, D]."""
-        weight = self.o[...].astype(heads.dtype)
-        return einsum("bkqth,dkqh->btd", heads, weight, out=("batch", None, None))
+        batch, kv_heads, group, length, dim = heads.shape
+        flat = (batch, length, kv_heads * group * dim)
+        heads = heads.transpose(0, 3, 1, 2, 4)
+        heads = jnp.reshape(heads, flat, out_sharding=spec("batch", None, "heads"))
+        return linear(heads, matrix(self.o, 1, "embed", "heads"), scales(self, "o"), None)
+
+    def _heads(self, name: str, x: jax.Array, rows: int) -> jax.Array:
+        """[B, T, D] -> [B, T, K, (Q,) H], as a product of matrices.
+
+        Given the heads one by one, XLA:CPU transposes weights at every call.
+        """
+        weight = getattr(self, name)
+        scale = scales(self, name)
+        if scale is not None:
+            scale = jnp.reshape(scale, -1, out_sharding=spec("heads"))
+        flat = linear(x, matrix(weight, rows, "heads", "embed"), scale, "heads")
+        axes = ("batch", None, "heads", *[None] * (rows - 1))
+        shape = (*x.shape[:2], *weight.shape[:rows])
+        return jnp.reshape(flat, shape, out_sharding=spec(*axes))
 
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": functools.partial(jax.nn.gelu, approximate=True)}
@@ -267,9 +281,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
-        out = ("batch", None, "mlp")
-        gate = einsum("btd,fd->btf", x, self.gate[...].astype(x.dtype), out=out)
-        up = einsum("btd,fd->btf", x, self.up[...].astype(x.dtype), out=out)
+        gate = linear(x, self.gate[...], scales(self, "gate"), "mlp")
+        up = linear(x, self.up[...], scales(self, "up"), "mlp")
         hidden = ACTIVATIONS[self.activation](gate) * up
-        down = self.down[...].astype(x.dtype)
-        return einsum("btf,df->btd", hidden, down, out=("batch", None, None))
+        return linear(hidden, self.down[...], scales(self, "down"), None)

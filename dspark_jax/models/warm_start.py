@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.trees import named, with_arrays
 from dspark_jax.models.drafter import Drafter, DrafterShape
+from dspark_jax.models.linear import dequantised
 from dspark_jax.models.target import Target, TargetConfig
 
 
@@ -51,7 +52,7 @@ def warm_start(drafter: Drafter, target: Target) -> Drafter:
     Heads (Markov, confidence) keep their own initialisation.
     """
     arrays = dict(named(drafter))
-    source = named(target)
+    source = dequantised(named(target))
     config = drafter.config
     like = {name: jax.typeof(value).sharding.spec for name, value in arrays.items()}
 

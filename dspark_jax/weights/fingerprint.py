@@ -40,16 +40,22 @@ class Fingerprint:
             if getattr(self, part) != getattr(other, part)
         ]
 
+    @property
+    def target_weights(self) -> str:
+        """What the matrices were made when the target was loaded: int8, or "" for nothing."""
+        return self.weights.partition("-")[2]
+
     def other_template(self, other: "Fingerprint") -> bool:
         """Whether both recorded their chat templates, and these differ."""
         return bool(self.template and other.template) and self.template != other.template
 
 
-def fingerprint(directory: Path, name: str) -> Fingerprint:
+def fingerprint(directory: Path, name: str, weights: str = "") -> Fingerprint:
     """Fingerprint of the target in `directory`, called `name`.
 
     Weights: 64 evenly spaced embedding rows and the final norm, by value in float32, so a
-    re-sharded or re-named copy is the same target and a cast or fine-tuned one is not.
+    re-sharded or re-named copy is the same target and a cast or fine-tuned one is not. Nor is one
+    whose matrices were made int8 (`weights`) when it was loaded.
     """
     config = read_json(directory / "config.json")
     kept = {key: value for key, value in config.items() if key not in _IGNORED}
@@ -65,7 +71,7 @@ def fingerprint(directory: Path, name: str) -> Fingerprint:
         name=name,
         config=_hash(json.dumps(kept, sort_keys=True).encode()),
         tokenizer=_hash(tokenizer.read_bytes()) if tokenizer.exists() else "",
-        weights=digest.hexdigest()[:16],
+        weights=digest.hexdigest()[:16] + (f"-{weights}" if weights else ""),
         template=_hash(read_template(directory).encode()),
     )
 
@@ -93,6 +99,15 @@ def check_same_target(wanted: Fingerprint, found: Fingerprint, what: str) -> Non
             f"{what} was made with target {wanted.name!r}, but target {found.name!r} has another "
             f"{' and '.join(parts)}: use the same target, or prepare and train again"
         )
+
+
+def arrays_hash(arrays: dict[str, np.ndarray]) -> str:
+    """A hash of named arrays, bit for bit."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _hash(data: bytes) -> str:

@@ -11,6 +11,7 @@ from flax import nnx
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import RULES, abstract
 from dspark_jax.core.trees import named, with_arrays
+from dspark_jax.models import linear
 from dspark_jax.models.target import Target, TargetConfig
 from dspark_jax.weights import names
 from dspark_jax.weights.experts import expert_tensor
@@ -161,24 +162,37 @@ def _check_no_extra(files: TensorFiles, used: set[str], config: TargetConfig) ->
         )
 
 
-def load_target(directory: Path, dtype: str) -> Target:
+def load_target(directory: Path, dtype: str, weights: str = "") -> Target:
     """Loads a target onto the current mesh; each device reads only the bytes of its shards.
 
     Args:
       directory: config.json plus model.safetensors or an index and its shards.
       dtype: the parameters' dtype; the file's values are converted to it by value.
+      weights: "int8" keeps the matrices of attention and MLP as int8, rounded from the file's own
+        values, with a scale for each output channel (models/linear.py); "" = in `dtype`.
 
     Raises:
       UserError: missing or damaged files, wrong family, missing, extra or misshapen tensors, a
-        mesh that does not divide the target.
+        mesh that does not divide the target, experts as int8.
     """
     config = target_config(directory, dtype)
     _check_mesh(config, directory)
-    template = abstract(lambda key: Target(config, rngs=nnx.Rngs(key)), jax.random.key(0))
+    if weights and config.experts:
+        raise UserError(f"{directory}: target_weights={weights!r}: mixtures of experts have none")
+
+    def build(key: jax.Array) -> Target:
+        target = Target(config, rngs=nnx.Rngs(key))
+        if weights:
+            linear.with_int8(target.layers)
+        return target
+
+    template = abstract(build, jax.random.key(0))
     files = TensorFiles(directory)
-    arrays, used = {}, set()
-    for ours, wanted in named(template).items():
-        theirs, rows = names.to_file(names.TARGET, ours)
+    arrays, used, wanted_arrays = {}, set(), named(template)
+    for ours, wanted in wanted_arrays.items():
+        matrix = ours.removesuffix("_scale") if weights else ours  # of an int8 matrix: the file's
+        full = wanted_arrays[matrix].shape
+        theirs, rows = names.to_file(names.TARGET, matrix)
         if ".experts." in ours:
             lazy = expert_tensor(files, theirs, wanted.shape[0])
             used |= lazy.names
@@ -191,7 +205,7 @@ def load_target(directory: Path, dtype: str) -> Target:
                 "weights (F32, F16, BF16) are supported"
             )
         shape = tuple(lazy.get_shape())
-        expected = names.file_shape(wanted.shape, rows)
+        expected = names.file_shape(full, rows)
         if shape != expected:
             raise UserError(
                 f"{directory}: tensor {theirs!r} has shape {list(shape)}, config.json implies "
@@ -200,9 +214,32 @@ def load_target(directory: Path, dtype: str) -> Target:
 
         def read(index, lazy=lazy, rows=rows, wanted=wanted):
             part = lazy[names.file_slices(index, wanted.shape, rows)]
-            cut = tuple(len(range(*i.indices(n))) for i, n in zip(index, wanted.shape, strict=True))
-            return np.ascontiguousarray(part).reshape(cut).astype(wanted.dtype)
+            return (
+                np.ascontiguousarray(part).reshape(_cut(index, wanted.shape)).astype(wanted.dtype)
+            )
 
+        def read_int8(
+            index, lazy=lazy, full=full, wanted=wanted, matrix=matrix, scale=matrix != ours
+        ):
+            lead = linear.ROWS[matrix.rsplit(".", 1)[-1]]
+            whole = (
+                *index[:lead],
+                *[slice(None)] * (len(full) - lead),
+            )  # a scale is of all columns
+            rows, _ = names.file_slices(whole, full, lead)
+            values, scales = linear.quantise_rows(lazy[rows])
+            if not scale:
+                values = values.reshape(*_cut(whole, full)[:lead], *full[lead:])
+                return np.ascontiguousarray(values[(*[slice(None)] * lead, *index[lead:])])
+            return scales.reshape(_cut(index, wanted.shape))
+
+        if wanted_arrays[matrix].dtype == np.int8:
+            read = read_int8
         arrays[ours] = jax.make_array_from_callback(wanted.shape, wanted.sharding, read)
     _check_no_extra(files, used, config)
     return with_arrays(template, arrays)
+
+
+def _cut(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of array[index]."""
+    return tuple(len(range(*i.indices(n))) for i, n in zip(index, shape, strict=True))
