@@ -124,7 +124,7 @@ $(DEMO_READY): requirements.txt requirements-model.txt pyproject.toml | $(VENV)/
 # libtpu compiles for TPUs without one, but on the path of every program it makes jax look for chips
 # and warn: it lives in a folder of its own, in the version that this jax asks for. A machine it is
 # not built for goes without, and the tests that need it are skipped.
-$(TEST_READY): requirements-test.txt $(DEMO_READY)
+$(TEST_READY): requirements-test.txt requirements-serve.txt $(DEMO_READY)
 	@echo "installing what the tests need into $(VENV)"
 	@$(INSTALL) -r requirements-test.txt
 	@libtpu=$$($(PYTHON) -c 'from importlib.metadata import requires; \

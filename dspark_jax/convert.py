@@ -21,6 +21,9 @@ Every tensor keeps the dtype that it is stored in unless --dtype asks for anothe
 appears only after it was read back: every tensor equal bit for bit, and logits and confidence equal
 on a fixed input. --target says where the target is, when the files do not.
 
+Where calibration.json lies in the run (see calibrate), the confidence head is written divided by
+its single temperature, for engines that know none; --nocalibrated leaves the head as trained.
+
 In short, `--workdir=RUN --to=... --out=DIR` exports a run, and `--from=DIR --workdir=RUN` imports.
 """
 
@@ -28,6 +31,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import numpy as np
 from absl import flags
 
 from dspark_jax.checks.facts import TargetFacts
@@ -38,6 +42,9 @@ from dspark_jax.core.config import to_mapping
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import table
 from dspark_jax.core.sharding import make_mesh
+from dspark_jax.models.drafter import DrafterShape
+from dspark_jax.scheduling import calibration
+from dspark_jax.scheduling.calibration import Calibration
 from dspark_jax.training.checkpoint import (
     RunRecord,
     load_arrays,
@@ -56,6 +63,7 @@ from dspark_jax.weights.export import (
     new_folder,
     same_bits,
 )
+from dspark_jax.weights.fingerprint import arrays_hash
 from dspark_jax.weights.importing import ImportedDrafter
 from dspark_jax.weights.layouts import LAYOUTS, algorithm_of, format_of
 from dspark_jax.weights.names import DRAFT_IDS, EMBED
@@ -72,6 +80,7 @@ def convert(
     target: str | None = None,
     embeddings: bool = True,
     force: bool = False,
+    calibrated: bool | None = None,
 ) -> Exported | RunRecord:
     """Writes the drafter at `source` to the folder `out` in another layout; see the docstring.
 
@@ -82,16 +91,21 @@ def convert(
       target: where it is, if it moved or the files do not name it.
       embeddings: deepspec: also write the target's embedding and LM head.
       force: replace a former export; write what vLLM cannot run.
+      calibrated: divide the confidence head by the run's single temperature; None does if
+        calibration.json is there and of these weights, True demands it.
 
     Raises:
       UserError: nothing was written.
     """
+    if calibrated and to == "orbax":
+        raise UserError("--calibrated belongs to exports for engines, not to --to=orbax")
     if not embeddings and to != "deepspec":
         raise UserError(f"--noembeddings belongs to --to=deepspec, not to {to}")
     with jax.set_mesh(make_mesh()):
         drafter = open_drafter(source, step)
         if to == "orbax":
             return _write_run(drafter, out, dtype, target)
+        drafter, made = (drafter, None) if calibrated is False else _folded(drafter, calibrated)
         record, verifier, directory = run_of(drafter, target)
         served = _checked(record, directory, drafter)
         shape = record.shape
@@ -126,6 +140,8 @@ def convert(
             replace=force,
             allow_unservable=force,
         )
+    if made is not None:
+        made.write(exported.directory / calibration.FILE)
     how = "as stored" if dtype is None else "by --dtype"
     lines = [
         ("folder", exported.directory),
@@ -135,6 +151,7 @@ def convert(
         ("parameters", f"{exported.parameters:,}"),
         ("bytes", f"{exported.bytes:,}"),
         ("target", verifier.name_or_path),
+        ("confidence", _confidence(shape, made)),
         ("largest difference in logits, read back", f"{exported.difference:.3g}"),
     ]
     print(table([(name, str(value)) for name, value in lines], ("export", "")))
@@ -157,6 +174,38 @@ def _checked(record: RunRecord, directory: Path, drafter: ImportedDrafter) -> Ta
     place = f"{drafter.directory}/config.json: "
     tell(check_run(record.shape, served, record.fingerprint), place)
     return served
+
+
+def _folded(
+    drafter: ImportedDrafter, demanded: bool | None
+) -> tuple[ImportedDrafter, Calibration | None]:
+    """A run's drafter with its confidence logits divided by the temperature found for it."""
+    path = drafter.directory / calibration.FILE
+    if drafter.layout != "orbax" or not path.is_file():
+        if demanded:
+            raise UserError(f"--calibrated: no {path}; make it with python -m dspark_jax.calibrate")
+        return drafter, None
+    made = Calibration.read(path)
+    if made.recorded.drafter_hash != arrays_hash(drafter.arrays):
+        what = f"{path} is of step {made.recorded.step} and other weights than those of step "
+        if demanded:
+            raise UserError(f"--calibrated: {what}{drafter.step}; calibrate again")
+        note = f"{what}{drafter.step}: the confidence is exported as trained"
+        return dataclasses.replace(drafter, notes=(*drafter.notes, note)), None
+    arrays = dict(drafter.arrays)
+    for name in ("confidence.weight", "confidence.bias"):
+        exact = np.asarray(arrays[name], np.float64) / made.single_temperature
+        arrays[name] = exact.astype(arrays[name].dtype)
+    return dataclasses.replace(drafter, arrays=arrays), made
+
+
+def _confidence(shape: DrafterShape, made: Calibration | None) -> str:
+    """What the export says of the confidence head."""
+    if not shape.config.confidence_head:
+        return "no head"
+    if made is None:
+        return "as trained, not calibrated"
+    return f"divided by the temperature {made.single_temperature:.3g} of {calibration.FILE}"
 
 
 def _write_run(
@@ -253,6 +302,7 @@ def main() -> None:
         target=_TARGET.value,
         embeddings=_EMBEDDINGS.value,
         force=_FORCE.value,
+        calibrated=_CALIBRATED.value,
     )
 
 
@@ -277,5 +327,8 @@ if __name__ == "__main__":  # flags too: several commands may be imported into o
     )
     _FORCE = flags.DEFINE_bool(
         "force", False, "Replace a former export, and write speculators that vLLM cannot run."
+    )
+    _CALIBRATED = flags.DEFINE_bool(
+        "calibrated", None, "Fold calibration.json's temperature in; default: where there is one."
     )
     run_main(main)

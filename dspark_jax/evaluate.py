@@ -18,16 +18,17 @@ import jax
 from absl import flags
 
 from dspark_jax.core.command import run_main
-from dspark_jax.core.config import MeshConfig
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import peak_device_bytes, peak_memory_bytes, table, write_json
 from dspark_jax.core.pictures import acceptance_per_slot
-from dspark_jax.core.sharding import make_mesh
-from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target
+from dspark_jax.core.sharding import mesh_here
+from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target_of
 from dspark_jax.decoding.costs import RoundCosts, round_costs
 from dspark_jax.decoding.evaluation import Decoding, Measured, PromptSet, read_sets, run_sets
 from dspark_jax.decoding.figures import agreement, macro_length, set_result, speed
 from dspark_jax.models.drafter import Drafter
+from dspark_jax.scheduling.by_name import HELP, read_policy
+from dspark_jax.scheduling.policy import Policy
 from dspark_jax.training.checkpoint import RunRecord, choose_step, load_drafter, read_record
 from dspark_jax.weights.fingerprint import check_same_target
 
@@ -48,6 +49,8 @@ class Request:
     split: str = "test"
     plain: bool = True
     costs: bool = True
+    scheduler: str = "all"  # see scheduling/by_name.py
+    force_costs: bool = False
     target: str | None = None
 
 
@@ -64,8 +67,8 @@ def run(request: Request, workdir: Path, out: Path) -> dict[str, Any]:
     )
     _check(request)
     step = choose_step(workdir, request.step)
-    with jax.set_mesh(_mesh(config.mesh)):
-        target = open_target(request.target or config.target, config.target_dtype)
+    with jax.set_mesh(mesh_here(config.mesh.fsdp, config.mesh.tp)):
+        target = open_target_of(config, request.target)
         check_same_target(record.fingerprint, target.fingerprint, f"the drafter of {workdir}")
         check_drafter(record.shape, target, f"{workdir}/config.json: ", record.fingerprint)
         drafter = load_drafter(record, workdir, step)
@@ -84,6 +87,7 @@ def run(request: Request, workdir: Path, out: Path) -> dict[str, Any]:
             batch_size=request.batch_size,
             seed=request.seed,
             plain=request.plain,
+            policy=_policy(request, workdir, record, step),
         )
         measured = run_sets(target, drafter, sets, how)
         costs = None
@@ -120,6 +124,12 @@ def summary(report: dict[str, Any]) -> str:
         f"round at temperature {report['temperature']:g}",
     ]
     fast = report["tokens_per_second_speculative"]
+    if report["request"]["scheduler"] != "all":
+        verified = report["all"]["pooled"]["verified_per_round"]
+        lines.append(
+            f"{_show(verified)} drafts verified per round, by --scheduler="
+            f"{report['request']['scheduler']}"
+        )
     if report["speedup"] is None:
         lines.append(f"{fast:.1f} tokens/s with speculation (plain decoding not run)")
     else:
@@ -193,13 +203,6 @@ def _report(
     }
 
 
-def _mesh(config: MeshConfig) -> jax.sharding.Mesh:
-    """The run's mesh; one device where this machine has fewer: only speed changes."""
-    if max(config.fsdp, 1) * config.tp > jax.device_count():
-        return make_mesh()
-    return make_mesh(config.fsdp, config.tp)
-
-
 def _costs(request: Request, target: OpenedTarget, drafter: Drafter, sets) -> RoundCosts:
     """Costs at the context that a typical prompt has halfway through its answer."""
     lengths = sorted(len(prompt.ids) for one in sets for prompt in one.prompts)
@@ -230,6 +233,21 @@ def _longest_prompt(request: Request, record: RunRecord) -> int:
             f"{record.target_config.max_positions} positions"
         )
     return min(request.max_prompt_tokens, room)
+
+
+def _policy(request: Request, workdir: Path, record: RunRecord, step: int) -> Policy | None:
+    if request.scheduler == "off":
+        raise UserError("--scheduler=off is plain decoding, which is measured beside every other")
+    drafter = record.config.drafter
+    return read_policy(
+        request.scheduler,
+        workdir,
+        step=step,
+        proposals=drafter.num_proposals,
+        has_confidence=drafter.confidence_head,
+        rows=request.batch_size,
+        force=request.force_costs,
+    )
 
 
 def _given(value: int | None, default: int) -> int:
@@ -283,6 +301,8 @@ if __name__ == "__main__":  # flags too: several commands may be imported into o
     flags.DEFINE_string("split", "test", "Of hub data sets.")
     flags.DEFINE_bool("plain", True, "Also decode without speculation, for the speed-up.")
     flags.DEFINE_bool("costs", True, "Also measure the parts of a round.")
+    flags.DEFINE_string("scheduler", "all", HELP)
+    flags.DEFINE_bool("force_costs", False, "Use costs of another device.")
     flags.DEFINE_string("target", None, "Where the run's target now is, if it has moved.")
     flags.mark_flags_as_required(["workdir"])
     run_main(main)

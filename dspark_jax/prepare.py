@@ -21,7 +21,7 @@ from dspark_jax.core.sharding import make_meshes
 from dspark_jax.data.batches import split
 from dspark_jax.data.dataset import load_dataset
 from dspark_jax.data.draft_vocab import draft_vocabulary
-from dspark_jax.data.opened import check_drafter, open_target
+from dspark_jax.data.opened import check_drafter, open_target_of
 from dspark_jax.decoding.responses import prepare_dataset
 from dspark_jax.models.drafter import DrafterShape
 
@@ -29,7 +29,7 @@ from dspark_jax.models.drafter import DrafterShape
 def run(config: RunConfig, workdir: Path) -> Path:
     """Prepares the data set of a run; returns its folder."""
     with jax.set_mesh(make_meshes(config.mesh)[1]):
-        target = open_target(config.target, config.target_dtype)
+        target = open_target_of(config)
         directory = Path(config.data.path) if config.data.path else workdir / "data"
         shape = DrafterShape.of(config.drafter, target.model.config)  # refuses it before the work
         check_drafter(shape, target, "config.drafter.")

@@ -52,7 +52,7 @@ from dspark_jax.core.processes import (
 from dspark_jax.core.progress import progress
 from dspark_jax.core.sharding import abstract, make_meshes, move
 from dspark_jax.core.trees import named
-from dspark_jax.data.batches import pack, split
+from dspark_jax.data.batches import bucket_widths, pack, split
 from dspark_jax.data.dataset import load_dataset
 from dspark_jax.data.draft_vocab import draft_vocabulary
 from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target
@@ -95,7 +95,9 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
     mesh, target_mesh = make_meshes(config.mesh)
     with jax.set_mesh(mesh):
         with jax.set_mesh(target_mesh):
-            target = open_target(config.target, config.target_dtype, config.drafter)
+            target = open_target(
+                config.target, config.target_dtype, config.drafter, config.target_weights
+            )
         check_same("target", repr(target.fingerprint), "give every process the same model files")
         shape = DrafterShape.of(config.drafter, target.model.config)
         if config.drafter.init == "target":
@@ -201,6 +203,7 @@ def _train(
                     row |= {
                         "grad_norm": float(host["grad_norm"]),
                         "learning_rate": float(rate(step)),
+                        "padding": source.padding(step),
                     }
                     row["seconds_per_step"] = (now - began) / (done - logged)
                     row["tokens_per_second"] = source.tokens_per_step / row["seconds_per_step"]
@@ -287,9 +290,10 @@ def _open_source(
         ]
         check_same("data set", "".join(digests), f"{directory} has to be a folder that all share")
     length = config.data.sequence_length
-    packed, held_out = pack(train, length), pack(validation, length)
+    buckets = () if config.data.packing else bucket_widths(documents, length)
+    packed, held_out = pack(train, length, buckets), pack(validation, length, buckets)
     print(
-        f"data: {len(train)} documents in {len(packed)} rows of {length} tokens, "
+        f"data: {len(train)} documents in {len(packed)} rows of {packed.described}, "
         f"{packed.padding:.1%} padding, {packed.truncated} cut, {packed.dropped} too short; "
         f"{len(validation)} for validation"
     )

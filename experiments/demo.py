@@ -32,7 +32,7 @@ from dspark_jax.core.metrics import peak_memory_bytes, table, to_json, write_jso
 from dspark_jax.core.pictures import acceptance_per_slot
 from dspark_jax.core.progress import clock
 from dspark_jax.core.sharding import make_mesh
-from dspark_jax.data.opened import open_target
+from dspark_jax.data.opened import open_target_of
 from dspark_jax.data.prompts import load_prompts
 from dspark_jax.decoding.evaluation import Decoding, read_sets, run_sets
 from dspark_jax.decoding.figures import set_result
@@ -144,7 +144,7 @@ def untrained_length(config: RunConfig, workdir: Path) -> float | None:
     """Greedy accepted length of the drafter that training began with, on a few prompts."""
     arrays = load_arrays(workdir, choose_step(workdir, "latest"))
     with jax.set_mesh(make_mesh(config.mesh.fsdp, config.mesh.tp)):
-        target = open_target(config.target, config.target_dtype)
+        target = open_target_of(config)
         shape = DrafterShape.of(config.drafter, target.model.config)
         init = functools.partial(init_state, shape=shape, tx=optax.identity())
         drafter = jax.jit(init)(

@@ -38,7 +38,7 @@ from dspark_jax.core.pictures import COLOURS, MARKERS
 from dspark_jax.core.progress import progress
 from dspark_jax.core.sharding import make_mesh, place
 from dspark_jax.data.batches import PackedRows
-from dspark_jax.data.opened import open_target
+from dspark_jax.data.opened import open_target_of
 from dspark_jax.decoding.evaluation import Decoding, read_sets, run_sets
 from dspark_jax.decoding.figures import Outcome, SetResult, set_result
 from dspark_jax.decoding.plain import generate_plain
@@ -242,7 +242,7 @@ def _held_out(workdir: Path) -> dict[str, Any]:
     record = read_record(workdir)
     found = {}
     with jax.set_mesh(make_mesh(record.config.mesh.fsdp, record.config.mesh.tp)):
-        target = open_target(record.config.target, record.config.target_dtype)
+        target = open_target_of(record.config)
         drafter = load_drafter(record, workdir, choose_step(workdir, "latest"))
         _, _, *domain = record.config.evaluate.prompts.split(":")
         prompts = ":".join(["generator", str(HELD_OUT), *domain])

@@ -13,8 +13,8 @@ import pytest
 
 from dspark_jax.core import pictures
 from dspark_jax.core.errors import UserError
-from dspark_jax.decoding import calibration
-from dspark_jax.decoding.calibration import Calibration, Rounds
+from dspark_jax.scheduling import calibration
+from dspark_jax.scheduling.calibration import Calibration, Rounds
 
 TRUE = np.array([1.7, 0.8, 1.4, 2.5, 1.2])  # temperatures, one per slot
 MANY = 20_000

@@ -18,6 +18,7 @@ from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.chat import response_text
 from dspark_jax.data.conversation import Conversation, Message
 from dspark_jax.data.opened import open_target
+from dspark_jax.decoding.stopping import TextStream
 from dspark_jax.generate import Options
 
 NEW = 24
@@ -113,6 +114,36 @@ def test_a_stop_token_ends_the_answer_and_is_not_shown(workdir, tmp_path):
     assert answer.text == response_text(tokenizer, answer.tokens[:-1], ())
 
 
+def test_a_stop_string_ends_both_ways_of_decoding_alike(workdir):
+    (whole,), _ = ask(workdir, "sun 1?")
+    stop = whole.text[9:12]
+    (answer,), out = ask(workdir, "sun 1?", stop=("never in it", stop))
+    assert answer.text == whole.text[: whole.text.index(stop)] and answer.equal
+    assert answer.tokens == whole.tokens[: len(answer.tokens)]
+    assert whole.tokens_plain > len(answer.tokens) > 0
+    assert out.getvalue().startswith(answer.text + "\n[") and answer.accepted_length >= 1
+
+
+@pytest.mark.slow
+def test_options_reach_both_ways_of_decoding(workdir):
+    (whole,), _ = ask(workdir, "sun 1?")
+    often = max(set(whole.tokens), key=whole.tokens.count)
+    options = {
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.2,
+        "logit_bias": ((often, -100.0),),
+        "min_tokens": 3,
+    }
+    (answer,), _ = ask(workdir, "sun 1?", **options)
+    assert answer.equal and often not in answer.tokens and answer.tokens != whole.tokens
+    assert max(answer.tokens.count(token) for token in answer.tokens) < whole.tokens.count(often)
+    for more in ({"min_p": 1.0}, {"min_p": 0.05, "greedy_drafts": True}):
+        (sampled,), _ = ask(workdir, "sun 1?", temperature=0.9, **options, **more)
+        assert often not in sampled.tokens
+        assert (sampled.tokens == answer.tokens) == (more == {"min_p": 1.0})
+
+
 def open_tokens(target):
     from dspark_jax.data.opened import open_tokenizer
 
@@ -125,22 +156,13 @@ def test_characters_are_shown_when_they_are_whole(workdir):
         target = open_target(str(workdir.parent / "target"), "float32")
     ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(ids) == len(text.encode())  # a token is a byte
-    out = Pieces()
-    stream = generate._TextStream(target, out)
-    for end in range(1, len(ids) + 1):
-        stream.show(np.asarray(ids[:end]))
-        assert text.startswith(out.getvalue())
-    stream.end()
-    assert out.getvalue() == text + "\n"
-    shown = [piece for piece in out.pieces if piece.strip("\n")]
-    assert shown == list(text)
+    stream = TextStream(target.tokenizer, target.stop_ids)
+    shown = [stream.add(ids[:end]) for end in range(1, len(ids) + 1)]
+    assert [piece for piece in shown if piece] == list(text) and stream.end() == ""
 
-    out = Pieces()
-    stream = generate._TextStream(target, out)
-    stream.show(np.asarray(ids[:-3]))  # cut within the last picture
-    assert out.getvalue() == "Grüße, 世界 "
-    stream.end()
-    assert out.getvalue() == "Grüße, 世界 \ufffd\n"
+    stream = TextStream(target.tokenizer, target.stop_ids)
+    assert stream.add(ids[:-3]) == "Grüße, 世界 "  # cut within the last picture
+    assert stream.end() == "\ufffd"
 
 
 @pytest.mark.slow
@@ -198,6 +220,13 @@ def test_logits_that_are_not_finite_end_in_one_line(workdir, tmp_path):
         ("sun", {"step": "7"}, "no checkpoint '7'; there are best, latest, 1"),
         ("sun", {"temperature": -1.0}, "temperature is -1"),
         ("sun", {"top_p": 0.0}, "top_p is 0"),
+        ("sun", {"min_tokens": 30}, "--min_tokens=30 is more than --max_new_tokens=24"),
+        (
+            "sun",
+            {"logit_bias": ((272, 1.0),)},
+            "token 272 in row 0, the target has tokens 0 to 271",
+        ),
+        ("sun", {"stop": ("",)}, "stop strings"),
     ],
 )
 def test_what_cannot_be_asked(workdir, text, options, expected):

@@ -128,8 +128,9 @@ def test_bfloat16_computes_on_float32_weights_and_their_average():
     assert len(floats) == 4 * len(weights) and {x.dtype for x in floats} == {np.dtype("float32")}
     program = jax.make_jaxpr(loss_of(batch, shape, "none"))(state.drafter)
     products = dots(program.jaxpr)
-    # All but the confidence and Markov heads' own, which are float32.
-    assert sum(x == {"bfloat16"} for x in products) > 0.7 * len(products) > 10, products
+    # All but those of the confidence and Markov heads, which are float32, and of attention, which
+    # are made float32 on a CPU.
+    assert sum(x == {"bfloat16"} for x in products) > 0.6 * len(products) > 10, products
 
 
 def test_an_average_takes_no_part_in_what_is_skipped_or_not_finite():

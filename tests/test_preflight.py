@@ -69,7 +69,8 @@ def write_drafter(
     shape = DrafterShape.of(config, target_config(target, "float32"))
     folder.mkdir(parents=True)
     verifier = Verifier(str(target), ("LlamaForCausalLM",))
-    origin = Origin(1, {"drafter": to_mapping(config)}, fingerprint(target, "tiny"))
+    recipe = {"drafter": to_mapping(config), "train": {"num_anchors": 4}}
+    origin = Origin(1, recipe, fingerprint(target, "tiny"))
     described = format_of(layout, algorithm_of(shape), "here").config
     described = described(shape, verifier, "float32", origin)
     (folder / "config.json").write_text(json.dumps(described))
@@ -191,6 +192,33 @@ def test_a_right_chain_of_deepspec_is_refused_for_its_class_alone(good, engine):
     (finding,) = findings(good / "flat chain", good / "target", engine)
     assert (finding.severity, finding.what) == ("refuse", "layout")
     assert f"['Qwen3Eagle3Model']: {engine} has no class" in finding.why
+
+
+# What docs/peers.md says: the engines in which a right export gives no finding.
+FITS = [
+    ("speculators", {}, {"vllm"}),
+    ("speculators", {"vocab_size": 6}, {"vllm"}),
+    ("speculators", {"markov_head": "gated"}, set()),
+    ("speculators", {"markov_head": "rnn"}, set()),
+    ("speculators", DFLASH, {"vllm", "tpu-inference"}),
+    ("speculators", DFLASH | {"vocab_size": 6}, {"vllm"}),
+    ("speculators", EAGLE3, {"vllm"}),
+    ("speculators", CHAINS["llama chain"], {"vllm"}),
+    ("deepspec", {}, {"vllm", "sglang"}),
+    ("deepspec", {"markov_head": "gated"}, {"sglang"}),
+    ("deepspec", {"markov_head": "rnn"}, {"sglang"}),
+    ("deepspec", DFLASH, {"vllm", "sglang", "tpu-inference"}),
+    ("deepspec", EAGLE3, set()),
+]
+
+
+def test_what_each_engine_takes_of_right_exports(good, tmp_path):
+    for at, (layout, changes, fits) in enumerate(FITS):
+        drafter = write_drafter(tmp_path / str(at), good / "target", layout, **changes)
+        for engine in ("vllm", "sglang", "tpu-inference"):
+            found = findings(drafter, good / "target", engine)
+            assert (found == []) == (engine in fits), (layout, changes, engine, found)
+            assert {finding.severity for finding in found} <= {"refuse"}
 
 
 def test_what_is_not_of_eagle3_is_not_asked(good, tmp_path):

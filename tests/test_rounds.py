@@ -196,9 +196,8 @@ def block_hidden(target, drafter, tokens, token, at):
     i32[1, S]."""
     taps = target(tokens, taps=drafter.config.target_layer_ids).taps
     positions = jnp.arange(tokens.shape[1])[None]
-    seen = (positions < at)[:, None]
     context = drafter.context(taps, positions)
-    return drafter.backbone(target.head, token, at, context, seen)
+    return drafter.backbone(target.head, token, at, context, jnp.zeros_like(at), at)
 
 
 class Replay:

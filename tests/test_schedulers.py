@@ -16,8 +16,9 @@ from test_lossless import RIGHT, WRONG, Tables
 
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import make_mesh, place
-from dspark_jax.decoding import calibration, schedulers, verify
-from dspark_jax.decoding.schedulers import CostTable, Switch
+from dspark_jax.decoding import verify
+from dspark_jax.scheduling import calibration, schedulers
+from dspark_jax.scheduling.schedulers import CostTable, Switch
 
 jit = functools.cache(jax.jit)
 

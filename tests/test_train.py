@@ -161,6 +161,7 @@ def test_metrics_have_names_and_every_step_is_there(reference):
         "confidence_cumulative_bias",
         "anchors_per_row",
         "grad_norm",
+        "padding",
         "learning_rate",
     }
     lines = read_metrics(reference.workdir / "metrics.jsonl")

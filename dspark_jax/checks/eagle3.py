@@ -97,9 +97,9 @@ def check_layout(drafter: DrafterFacts, target: TargetFacts, engine: str) -> Ite
     """Whether the engine has a class for this layout, and finds the layers in it."""
     remedy = "write the speculators layout and serve with vLLM"
     if drafter.layout == "deepspec":
-        # vLLM makes Eagle3Qwen3Eagle3Model of it (transformers_utils/configs/eagle.py), which its
-        # registry lacks. The one class in SGLang's models/llama_eagle3.py is
-        # LlamaForCausalLMEagle3, in tpu-inference's model_loader.py Eagle3LlamaForCausalLM.
+        # Tried (tests/peers/test_vllm_dspark.py): "Model architectures ['Qwen3Eagle3Model'] are not
+        # supported for now" by vLLM, whose config tpu-inference builds on. The one class in
+        # SGLang's models/llama_eagle3.py is LlamaForCausalLMEagle3.
         why = f"{drafter.file.value.get('architectures')}: {engine} has no class for DeepSpec's "
         why += "EAGLE-3, which DeepSpec alone runs"
         yield Finding(REFUSE, "layout", f"{_CONFIG}: architectures", why, remedy)

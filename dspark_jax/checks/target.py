@@ -233,7 +233,8 @@ def _verifier_folder(folder: Path, target: TargetFacts, where: str) -> Iterator[
         yield Finding(REFUSE, "verifier", where, why, "write where the target is, or its hub id")
     elif folder.resolve() != target.directory.resolve() and target.fingerprint is not None:
         try:
-            parts = fingerprint(folder, str(folder)).differences(target.fingerprint)
+            found = fingerprint(folder, str(folder), target.fingerprint.target_weights)
+            parts = found.differences(target.fingerprint)
         except UserError as error:
             parts = [str(error)]
         if parts:

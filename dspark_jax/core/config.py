@@ -52,6 +52,7 @@ class DataConfig:
       max_new_tokens: of one response.
       generation_batch: prompts decoded together.
       sequence_length: tokens of a packed training row.
+      packing: False = one document a row, in batches of about the same length (data/batches.py).
       validation_fraction: share of documents kept for validation (chosen by hash of the row id).
     """
 
@@ -65,6 +66,7 @@ class DataConfig:
     max_new_tokens: int = 256
     generation_batch: int = 32
     sequence_length: int = 512
+    packing: bool = True
     validation_fraction: float = 0.05
 
 
@@ -258,6 +260,7 @@ class RunConfig:
     """A whole run: what `configs/*.py` return, checked.
 
     `semantics` is the preset that some fields came from (core/semantics.py); the fields rule.
+    `target_weights` = "int8" keeps the target's matrices in 8 bits (models/linear.py).
     `profile` measures the first steps and leaves a trace in WORKDIR/profile (training/profile.py).
     """
 
@@ -267,6 +270,7 @@ class RunConfig:
     semantics: str = ""
     seed: int = 0
     target_dtype: str = "bfloat16"
+    target_weights: str = ""
     profile: bool = False
     mesh: MeshConfig = MeshConfig()
     loss: LossConfig = LossConfig()
@@ -276,6 +280,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_choice("semantics", self.semantics, ("", *SEMANTICS))
         check_choice("target_dtype", self.target_dtype, ("float32", "bfloat16"))
+        check_choice("target_weights", self.target_weights, ("", "int8"))
         t = self.train
         if t.global_batch_size % t.accumulation:
             raise UserError(

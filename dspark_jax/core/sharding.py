@@ -113,6 +113,13 @@ def move(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(one, tree)
 
 
+def mesh_here(fsdp: int, tp: int) -> jax.sharding.Mesh:
+    """A run's mesh for using it; one device where this machine has fewer: only speed changes."""
+    if max(fsdp, 1) * tp > jax.device_count():
+        return make_mesh()
+    return make_mesh(fsdp, tp)
+
+
 def platform() -> str:
     """Of the devices that the current mesh has, here or in a compiler's description of them."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dspark_jax.checks.facts import TargetFacts
 from dspark_jax.checks.runs import check_run, tell
 from dspark_jax.checks.target import read_target
-from dspark_jax.core.config import DrafterConfig
+from dspark_jax.core.config import DrafterConfig, RunConfig
 from dspark_jax.core.errors import UserError
 from dspark_jax.data.chat import end_of_turn_ids
 from dspark_jax.models.drafter import DrafterShape
@@ -74,7 +74,9 @@ def open_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def open_target(name: str, dtype: str, drafter: DrafterConfig | None = None) -> OpenedTarget:
+def open_target(
+    name: str, dtype: str, drafter: DrafterConfig | None = None, weights: str = ""
+) -> OpenedTarget:
     """Resolves, loads and fingerprints a target on the current mesh.
 
     Args:
@@ -82,6 +84,7 @@ def open_target(name: str, dtype: str, drafter: DrafterConfig | None = None) -> 
       dtype: float32 or bfloat16.
       drafter: one to be made for it; what the target's config alone tells against it is told
         before any weights are read.
+      weights: int8, or "" for weights in `dtype`; another value is another target.
 
     Raises:
       UserError: no such target, or one that cannot have this drafter.
@@ -93,8 +96,13 @@ def open_target(name: str, dtype: str, drafter: DrafterConfig | None = None) -> 
     return OpenedTarget(
         name=name,
         directory=directory,
-        model=load_target(directory, dtype),
+        model=load_target(directory, dtype, weights),
         tokenizer=tokenizer,
         stop_ids=end_of_turn_ids(tokenizer, directory),
-        fingerprint=fingerprint(directory, name),
+        fingerprint=fingerprint(directory, name, weights),
     )
+
+
+def open_target_of(config: RunConfig, name: str = "") -> OpenedTarget:
+    """The target of a run in that run's precision; `name` = it is elsewhere now."""
+    return open_target(name or config.target, config.target_dtype, weights=config.target_weights)

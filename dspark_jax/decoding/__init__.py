@@ -1,1 +1,1 @@
-"""Drawing tokens, verifying drafts, speculative rounds, schedulers, calibration, the engine."""
+"""Drawing tokens, verifying drafts, speculative rounds, evaluation, the engine."""

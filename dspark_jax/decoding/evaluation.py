@@ -27,6 +27,7 @@ from dspark_jax.decoding.rounds import RoundStats, generate_speculative
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.decoding.verify import Reason
 from dspark_jax.models.drafter import Drafter
+from dspark_jax.scheduling.policy import Policy
 
 SMALLEST_WIDTH = 128  # prompts are padded to this or a doubling of it: one compilation for each
 
@@ -58,6 +59,7 @@ class Decoding:
     batch_size: int = 1
     seed: int = 0
     plain: bool = True  # also without speculation, for the comparison
+    policy: Policy | None = None  # how many drafts are verified; None = all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +195,9 @@ class _Batch:
 
     def speculative(self, limits: jax.Array) -> tuple[Generated, RoundStats]:
         new = self.how.max_new_tokens
+        request = *self.arguments, limits, self.how.policy
         return jax.block_until_ready(
-            generate_speculative(self.target, self.drafter, *self.arguments, limits, max_new=new)
+            generate_speculative(self.target, self.drafter, *request, max_new=new)
         )
 
     def warm_up(self) -> None:
@@ -220,6 +223,7 @@ class _Batch:
                 tokens=int(stats.tokens[row]),
                 reached=stats.reached[row],
                 survived=stats.survived[row],
+                verified=int(stats.verified[row]),
                 output=_ids(out, row),
                 plain_output=None if plain is None else _ids(plain, row),
             )

@@ -22,6 +22,7 @@ class Outcome:
     survived: np.ndarray  # i[P]
     output: list[int]
     plain_output: list[int] | None
+    verified: int = 0  # drafts that the target was asked about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class SetResult:
     rounds: int
     tokens: int  # committed in those rounds
     prompts: int
+    verified_per_round: float | None  # drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,7 @@ def set_result(outcomes: Sequence[Outcome], seed: int = 0) -> SetResult:
         rounds=int(rounds.sum()),
         tokens=int(tokens.sum()),
         prompts=len(outcomes),
+        verified_per_round=_ratio(sum(one.verified for one in outcomes), rounds.sum()),
     )
 
 

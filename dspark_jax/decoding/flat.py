@@ -19,16 +19,18 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.core.sharding import spec
+from dspark_jax.decoding.distribution import best_token
 from dspark_jax.decoding.plain import prefill
-from dspark_jax.decoding.policy import Choice, Policy, choose
 from dspark_jax.decoding.rounds import Draft, propose
-from dspark_jax.decoding.sampling import SamplingParams, best_token, rows_finite
+from dspark_jax.decoding.sampling import SamplingParams, rows_finite
+from dspark_jax.decoding.shaping import Shaping
 from dspark_jax.decoding.verify import Reason, at_slot, truncate, verify, verify_greedy
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.drafters import AnyDrafter
 from dspark_jax.models.eagle3 import Eagle3State
 from dspark_jax.models.packing import Packing
 from dspark_jax.models.target import Target, TargetHead
+from dspark_jax.scheduling.policy import Choice, Policy, choose
 
 
 @jax.tree_util.register_dataclass
@@ -45,24 +47,12 @@ class Rows:
     emitted: jax.Array  # i32[R], tokens given to the request so far
     limit: jax.Array  # i32[R], its max_tokens
     reason: jax.Array  # i32[R], verify.Reason
+    shaping: Shaping | None = None  # None = no row has penalties, biases or min_tokens
 
     @property
     def running(self) -> jax.Array:
         """bool[R]."""
         return self.reason == Reason.RUNNING
-
-    @classmethod
-    def empty(cls, target: Target, drafter: AnyDrafter | None, rows: int, capacity: int) -> "Rows":
-        """R free rows of `capacity` positions."""
-
-        def column(value: int) -> jax.Array:
-            return jnp.full((rows,), value, jnp.int32, out_sharding=spec("batch"))
-
-        draft_cache = None
-        if drafter is not None:
-            draft_cache = drafter.empty_cache(rows, capacity)
-        cache = target.empty_cache(rows, capacity)
-        return cls(column(0), cache, draft_cache, column(0), column(0), column(Reason.LENGTH))
 
 
 @jax.tree_util.register_dataclass
@@ -97,6 +87,17 @@ def empty_rows(target: Target, drafter: AnyDrafter | None, *, rows: int, capacit
     return Rows(column(0), cache, draft_cache, column(0), column(0), column(Reason.LENGTH))
 
 
+def shaped_rows(rows: Rows, vocab_size: int) -> Rows:
+    """With room for requests that shape logits, which those that run do not."""
+    count = len(rows.anchor)
+
+    def zeros(dtype) -> jax.Array:
+        return jnp.zeros((count, vocab_size), dtype, out_sharding=spec("batch", None))
+
+    nothing = Shaping(zeros(bool), zeros(jnp.int32), zeros(jnp.float32), zeros(bool))
+    return dataclasses.replace(rows, shaping=nothing)
+
+
 @functools.partial(jax.jit, static_argnames="sizes")
 def draft_rows(
     drafter: AnyDrafter,
@@ -111,7 +112,8 @@ def draft_rows(
     sizes: tuple[int, ...],
 ) -> tuple[Draft, Choice]:
     """The drafts of a round and how many of them to verify; arguments as below and of `choose`."""
-    draft = propose(drafter, head, rows.anchor, rows.draft_cache, params)
+    said = rows.shaping, rows.emitted
+    draft = propose(drafter, head, rows.anchor, rows.draft_cache, params, *said)
     proposals = draft.tokens.shape[1]
     usable = usable_slots(rows, live, proposals)
     running = jnp.sum(rows.running & live, dtype=jnp.int32)
@@ -154,14 +156,19 @@ def flat_round(
     output = target(tokens, cache=rows.target_cache, taps=taps, packing=packing)
     logits = jax.sharding.reshard(target.head.logits(output.hidden), spec("batch", None, None))
     finite = packing.rows(rows_finite(logits), ("batch", None))
+    shaping, whole = rows.shaping, ("batch", None, None)
+    if shaping is not None:
+        logits = shaping.logits(packing.rows(logits, whole), params, rows.emitted, drafts)
+        finite = finite & rows_finite(logits)
 
     # Accept left to right; slot k decides the token at the anchor's position + 1 + k.
     if params.greedy:
-        best = packing.rows(best_token(logits), ("batch", None))
+        best = best_token(logits)
+        best = packing.rows(best, ("batch", None)) if shaping is None else best
         result = verify_greedy(best, drafts, lengths)
     else:
-        p = params.distribution(packing.rows(logits, ("batch", None, None)))
-        q = p[:, :0] if draft is None else draft.probs
+        logits = packing.rows(logits, whole) if shaping is None else logits
+        p, q = params.distribution(logits), None if draft is None else draft.probs
         result = verify(p, drafts, q, rows.target_cache.length + 1, params.seed, lengths=lengths)
     count, _, reason = truncate(
         result,
@@ -185,6 +192,7 @@ def flat_round(
         emitted=rows.emitted + count,
         limit=rows.limit,
         reason=reason,
+        shaping=None if shaping is None else shaping.said(result.tokens, count),
     )
     return after, Emitted(result.tokens, count, result.accepted, reason)
 
@@ -208,7 +216,7 @@ def join(
     Args:
       prompt: i32[1, T], right-padded with any valid id; length: i32[1]. T is static and at most the
         capacity; it is all of the row that is written.
-      params: of the one request.
+      params: of the one request; they shape logits exactly if the rows do.
       limit: i32[1], its max_tokens, at least 1.
     """
     width = prompt.shape[1]
@@ -221,7 +229,7 @@ def join(
         following = jnp.where(at_end, first.last[:, None], jnp.roll(prompt, -1, axis=1))
         draft_cache = drafter.begin(target.head, taps, following, length, width)
     out = first.out
-    alone = Rows(first.last, first.cache, draft_cache, out.count, limit, out.reason)
+    alone = Rows(first.last, first.cache, draft_cache, out.count, limit, out.reason, first.shaping)
 
     def put(whole: jax.Array, one: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(whole, one, (row, *[0] * (whole.ndim - 1)))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dspark_jax.core.sharding import spec
 from dspark_jax.decoding.sampling import Purpose, SamplingParams, purpose_key, rows_finite, sample
+from dspark_jax.decoding.shaping import Shaping, begin_shaping
 from dspark_jax.decoding.verify import Reason, at_slot
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.target import Target
@@ -31,6 +32,7 @@ class PlainState:
     last: jax.Array  # i32[B]
     cache: KVCache
     out: Generated
+    shaping: Shaping | None = None
 
 
 @functools.partial(jax.jit, static_argnames="max_new")
@@ -83,7 +85,8 @@ def plain_step(
     output = target(state.last[:, None], cache=state.cache)
     running = (state.out.reason == Reason.RUNNING).astype(jnp.int32)
     cache = output.cache.advance(running)
-    return _emit(target, output.hidden, cache, state.out, params, stop_ids, max_tokens)
+    limits = stop_ids, max_tokens
+    return _emit(target, output.hidden, cache, state.out, params, *limits, state.shaping)
 
 
 def prefill(
@@ -115,16 +118,21 @@ def prefill(
         reason=jnp.where(max_tokens > 0, Reason.RUNNING, Reason.LENGTH).astype(jnp.int32),
     )
     cache = output.cache.advance(lengths)
-    return _emit(target, hidden, cache, empty, params, stop_ids, max_tokens), output.taps
+    shape = begin_shaping(params, prompts, lengths, stop_ids, target.config.vocab_size)
+    state = _emit(target, hidden, cache, empty, params, stop_ids, max_tokens, shape)
+    return state, output.taps
 
 
-def _emit(target, hidden, cache, out: Generated, params, stop_ids, max_tokens) -> PlainState:
+def _emit(target, hidden, cache, out: Generated, params, stop_ids, max_tokens, shape) -> PlainState:
     """Samples the token after the last run position of every row and books it."""
     logits = jax.sharding.reshard(target.head.logits(hidden), spec("batch", None, None))[:, 0]
+    sound = rows_finite(logits)
+    if shape is not None:
+        logits = shape.logits(logits[:, None], params, out.count)[:, 0]
+        sound = sound & rows_finite(logits)
     keys = purpose_key(params.seed, cache.length, Purpose.TARGET)
     token, _ = sample(logits, params, keys)
     running = out.reason == Reason.RUNNING
-    sound = rows_finite(logits)
     kept = running & sound
     row = jnp.arange(out.tokens.shape[1]) == out.count[:, None]
     tokens = jnp.where(row & kept[:, None], token[:, None], out.tokens)
@@ -133,4 +141,6 @@ def _emit(target, hidden, cache, out: Generated, params, stop_ids, max_tokens) -
     ended = jnp.where(jnp.isin(token, stop_ids), Reason.STOP, ended)
     ended = jnp.where(sound, ended, Reason.ERROR)
     reason = jnp.where(running, ended, out.reason).astype(jnp.int32)
-    return PlainState(token, cache, Generated(tokens, count, reason))
+    if shape is not None:
+        shape = shape.said(token[:, None], kept.astype(jnp.int32))
+    return PlainState(token, cache, Generated(tokens, count, reason), shape)

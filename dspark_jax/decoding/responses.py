@@ -195,7 +195,8 @@ def prepare_dataset(config: RunConfig, target: OpenedTarget, directory: Path) ->
             key: value
             for key, value in dataclasses.asdict(data).items()
             # Fields that change no row.
-            if key not in ("path", "generation_batch", "sequence_length", "validation_fraction")
+            if key
+            not in ("path", "generation_batch", "sequence_length", "packing", "validation_fraction")
         },
     }
     first_says(lambda: _check_recipe(directory / "recipe.json", recipe))

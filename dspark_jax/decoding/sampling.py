@@ -9,15 +9,29 @@ import dataclasses
 import enum
 import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.core.errors import UserError
+from dspark_jax.decoding.distribution import best_token, distribution
+
+NO_TOKEN = 2**31 - 1  # filler of `bias_ids`: beyond every vocabulary, where scatters drop it
 
 _BLOCK = 256  # tokens drawn from at a time, see `draw`
+_RANGES = {  # of each option: test, and what to give instead
+    "temperature": (lambda x: (x >= 0) & np.isfinite(x), "0 (greedy) or more, and finite"),
+    "top_k": (lambda x: (x >= 0) & (x < 2**31), "0 (off) or a positive count"),
+    "top_p": (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)"),
+    "min_p": (lambda x: (x >= 0) & (x <= 1), "0 (off) to 1"),
+    "seeds": (lambda x: (x >= 0) & (x < 2**32), "0 to 2**32-1"),
+    "repetition_penalty": (lambda x: (x > 0) & np.isfinite(x), "above 0 and finite, 1 is off"),
+    "presence_penalty": (lambda x: (x >= -2) & (x <= 2), "-2 to 2, 0 is off"),
+    "frequency_penalty": (lambda x: (x >= -2) & (x <= 2), "-2 to 2, 0 is off"),
+    "min_tokens": (lambda x: (x >= 0) & (x < 2**31), "0 (off) or a positive count"),
+}
 
 
 class Purpose(enum.IntEnum):
@@ -33,16 +47,27 @@ class Purpose(enum.IntEnum):
 class SamplingParams:
     """How each row of a batch samples. Build it with `make`, which checks and broadcasts.
 
-    The two static fields are promises about the whole batch that let the compiler drop work: a
-    jitted function is compiled once for each of their values.
+    The static fields are promises about the whole batch that let the compiler drop work, and the
+    state that the work needs: a jitted function is compiled once for each of their values. The
+    options after `seed` act on logits, see `shaping`.
     """
 
     temperature: jax.Array  # f32[B], 0 = greedy
     top_k: jax.Array  # i32[B], 0 = off
     top_p: jax.Array  # f32[B], 1 = off
+    min_p: jax.Array  # f32[B], 0 = off
     seed: jax.Array  # u32[B], one per request
+    repetition_penalty: jax.Array  # f32[B], 1 = off
+    presence_penalty: jax.Array  # f32[B], 0 = off
+    frequency_penalty: jax.Array  # f32[B], 0 = off
+    min_tokens: jax.Array  # i32[B], no stop id before so many tokens
+    bias_ids: jax.Array  # i32[B, M], tokens whose logits are raised, NO_TOKEN as filler
+    bias: jax.Array  # f32[B, M], by how much
     greedy: bool = dataclasses.field(default=False, metadata={"static": True})
     filtered: bool = dataclasses.field(default=True, metadata={"static": True})
+    penalised: bool = dataclasses.field(default=False, metadata={"static": True})
+    biased: bool = dataclasses.field(default=False, metadata={"static": True})  # or min_tokens
+    greedy_drafts: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @staticmethod
     def make(
@@ -51,104 +76,86 @@ class SamplingParams:
         top_k: int | Sequence[int] = 0,
         top_p: float | Sequence[float] = 1.0,
         seeds: int | None | Sequence[int | None] = None,
+        *,
+        min_p: float | Sequence[float] = 0.0,
+        repetition_penalty: float | Sequence[float] = 1.0,
+        presence_penalty: float | Sequence[float] = 0.0,
+        frequency_penalty: float | Sequence[float] = 0.0,
+        logit_bias: Mapping[int, float] | None | Sequence[Mapping[int, float] | None] = None,
+        min_tokens: int | Sequence[int] = 0,
+        vocab_size: int | None = None,
+        greedy_drafts: bool = False,
     ) -> "SamplingParams":
         """Checks the options and broadcasts each scalar to `batch` rows.
 
-        A seed of None is drawn from the operating system, so that unseeded requests differ. One
-        number for `seeds` is the seed of every row: the same prompt then gives the same text.
+        Ranges are those of the OpenAI API and of vLLM.
+
+        Args:
+            seeds: None is drawn from the operating system, so that unseeded requests differ. One
+                number is the seed of every row: the same prompt then gives the same text.
+            logit_bias: what is added to the logits of some tokens, by token id.
+            vocab_size: of the target; needed with `logit_bias`.
+            greedy_drafts: the drafter proposes its likeliest tokens also where the target samples.
+                The target's distribution stays; fewer drafts may be accepted.
 
         Raises:
             UserError: an option out of its range, or a sequence whose length is not `batch`.
         """
         if batch < 1:
             raise UserError(f"sampling: batch is {batch}, give at least one row")
-        temperatures = _column("temperature", temperature, batch, np.float64)
-        top_ks = _column("top_k", top_k, batch, np.int64)
-        top_ps = _column("top_p", top_p, batch, np.float64)
         seeds = [seeds] * batch if seeds is None or np.ndim(seeds) == 0 else list(seeds)
         seeds = [secrets.randbits(32) if seed is None else seed for seed in seeds]
-        seed_column = _column("seeds", seeds, batch, np.int64)
-        _require("temperature", temperatures, (temperatures >= 0) & np.isfinite(temperatures),
-                 "0 (greedy) or more, and finite")  # fmt: skip
-        _require("top_k", top_ks, (top_ks >= 0) & (top_ks < 2**31), "0 (off) or a positive count")
-        _require("top_p", top_ps, (top_ps > 0) & (top_ps <= 1), "above 0 and at most 1 (off)")
-        _require("seeds", seed_column, (seed_column >= 0) & (seed_column < 2**32), "0 to 2**32-1")
-        sampled = temperatures.astype(np.float32) > 0
-        return SamplingParams(
-            temperature=jnp.asarray(temperatures, jnp.float32),
-            top_k=jnp.asarray(top_ks, jnp.int32),
-            top_p=jnp.asarray(top_ps, jnp.float32),
-            seed=jnp.asarray(seed_column, jnp.uint32),
-            greedy=not sampled.any(),
-            filtered=bool((sampled & ((top_ks > 0) | (top_ps < 1))).any()),
+        real, whole = np.float64, np.int64
+        columns = {
+            "temperature": _column("temperature", temperature, batch, real),
+            "top_k": _column("top_k", top_k, batch, whole),
+            "top_p": _column("top_p", top_p, batch, real),
+            "min_p": _column("min_p", min_p, batch, real),
+            "seeds": _column("seeds", seeds, batch, whole),
+            "repetition_penalty": _column("repetition_penalty", repetition_penalty, batch, real),
+            "presence_penalty": _column("presence_penalty", presence_penalty, batch, real),
+            "frequency_penalty": _column("frequency_penalty", frequency_penalty, batch, real),
+            "min_tokens": _column("min_tokens", min_tokens, batch, whole),
+        }
+        for name, (good, wanted) in _RANGES.items():
+            _require(name, columns[name], good(columns[name]), wanted)
+        bias_ids, bias = _biases(logit_bias, batch, vocab_size)
+        fields = {
+            name: jnp.asarray(column, jnp.float32 if column.dtype == real else jnp.int32)
+            for name, column in columns.items()
+            if name != "seeds"
+        }
+        sampled = np.asarray(columns["temperature"], np.float32) > 0
+        filters = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
+        penalties = (
+            (columns["repetition_penalty"] != 1)
+            | (columns["presence_penalty"] != 0)
+            | (columns["frequency_penalty"] != 0)
         )
+        return SamplingParams(
+            **fields,
+            seed=jnp.asarray(columns["seeds"], jnp.uint32),
+            bias_ids=jnp.asarray(bias_ids),
+            bias=jnp.asarray(bias),
+            greedy=not sampled.any(),
+            filtered=bool((sampled & filters).any()),
+            penalised=bool(penalties.any()),
+            biased=bool(bias_ids.size or columns["min_tokens"].any()),
+            greedy_drafts=bool(greedy_drafts and sampled.any()),
+        )
+
+    @property
+    def drafts_greedily(self) -> bool:
+        """Whether a draft is the drafter's likeliest token: q is then all on that token."""
+        return self.greedy or self.greedy_drafts
 
     def distribution(self, logits: jax.Array) -> jax.Array:
         """`distribution` of logits [B, ..., V] under each row's options: f32[B, ..., V]."""
         options = (
             option.reshape(option.shape + (1,) * (logits.ndim - 2))
-            for option in (self.temperature, self.top_k, self.top_p)
+            for option in (self.temperature, self.top_k, self.top_p, self.min_p)
         )
         return distribution(logits, *options, greedy=self.greedy, filtered=self.filtered)
-
-
-@functools.partial(jax.jit, static_argnames=("greedy", "filtered"))
-def distribution(
-    logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    *,
-    greedy: bool = False,
-    filtered: bool = True,
-) -> jax.Array:
-    """The distribution that is sampled from: softmax(logits / temperature), filtered, float32.
-
-    Order: temperature, then top-k, then top-p over what top-k left. Top-k keeps exactly k tokens
-    and top-p the smallest prefix of the descending order whose mass reaches p, at least one
-    token; ties go to the lowest id. Temperature 0 is all mass on the argmax.
-
-    Args:
-        logits: [..., V] of any float dtype; -inf is a token that must not be drawn. A row that is
-            not `rows_finite` gives NaN, or some one-hot where the temperature is 0.
-        temperature: f32[...], broadcast against the leading axes of the logits; 0 is greedy.
-        top_k: i32[...], 0 is off.
-        top_p: f32[...], 1 is off.
-        greedy: static promise that every temperature is 0: no softmax.
-        filtered: False is a static promise that no row uses top-k or top-p: no sort.
-
-    Returns:
-        f32[..., V].
-    """
-    logits = logits.astype(jnp.float32)
-    one_hot = jnp.arange(logits.shape[-1]) == best_token(logits)[..., None]
-    if greedy:
-        return one_hot.astype(jnp.float32)
-    temperature, top_k, top_p = (
-        jnp.asarray(option)[..., None] for option in (temperature, top_k, top_p)
-    )
-    # Shifting before the division keeps a tiny temperature from overflowing to inf - inf.
-    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = shifted / jnp.where(temperature > 0, temperature, 1.0)
-    if filtered:
-        sampled = temperature > 0
-        kept = _leading(scaled, jnp.ones_like(scaled), top_k, sampled & (top_k > 0))
-        mass = jnp.where(kept, jnp.exp(scaled), 0.0)
-        wanted = top_p * jnp.sum(mass, axis=-1, keepdims=True)
-        kept = kept & _leading(scaled, mass, wanted, sampled & (top_p < 1))
-        scaled = jnp.where(kept, scaled, -jnp.inf)
-    return jnp.where(temperature > 0, jax.nn.softmax(scaled, axis=-1), one_hot)
-
-
-def best_token(logits: jax.Array) -> jax.Array:
-    """The argmax of [..., V], lowest id among equals, i32[...]; V - 1 for a row with NaN.
-
-    As a maximum and a minimum, which XLA vectorises; jnp.argmax is ten times slower on CPUs.
-    """
-    vocab = logits.shape[-1]
-    at_best = logits == jnp.max(logits, axis=-1, keepdims=True)
-    ids = jnp.where(at_best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
-    return jnp.min(ids, axis=-1)
 
 
 def rows_finite(logits: jax.Array) -> jax.Array:
@@ -260,55 +267,16 @@ def sample(
     return draw(probs, keys), probs
 
 
-def _leading(
-    scores: jax.Array, weights: jax.Array, wanted: jax.Array, active: jax.Array
-) -> jax.Array:
-    """The shortest prefix, in descending order of score, whose weight reaches `wanted`.
+def propose(
+    logits: jax.Array, params: SamplingParams, keys: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """`sample` for a drafter: its token i32[B] and what it was drawn from, f32[B, V].
 
-    Equal scores are taken in the order of their ids. Rows that are not `active` keep everything.
-    Two searches by halving instead of a sort: a sort of 49152 scores takes 20 ms on a CPU, this
-    about one, and nothing when no row is active.
-
-    Args:
-        scores: f32[..., V], none above 0.
-        weights: f32[..., V], 0 or more.
-        wanted: [..., 1]; at most the sum of the weights, else everything is kept.
-        active: bool[..., 1].
-
-    Returns:
-        bool[..., V].
+    None in place of the distribution where that is the token alone (`drafts_greedily`).
     """
-    scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 is no less than 0.0
-    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
-    rank = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
-
-    def reached(chosen):
-        return jnp.sum(jnp.where(chosen, weights, 0.0), axis=-1, keepdims=True) >= wanted
-
-    cut = _highest(rank, reached, active)
-    above, equal = rank > cut, rank == cut
-    order = jnp.where(equal, -jnp.arange(scores.shape[-1], dtype=jnp.int32), -scores.shape[-1])
-    tied = active & (jnp.sum(equal, axis=-1, keepdims=True) > 1)
-    last = _highest(order, lambda chosen: reached(above | (equal & chosen)), tied)
-    return above | (equal & (order >= last)) | ~active
-
-
-def _highest(keys: jax.Array, reached, active: jax.Array) -> jax.Array:
-    """The highest t for which reached(keys >= t), the lowest key where not active: i32[..., 1]."""
-    lowest = jnp.min(keys, axis=-1, keepdims=True)
-    beyond = jnp.where(active, jnp.max(keys, axis=-1, keepdims=True) + 1, lowest + 1)
-
-    def searching(bounds):
-        low, high = bounds
-        return jnp.any(high - low > 1)
-
-    def halve(bounds):
-        low, high = bounds
-        middle = low + (high - low) // 2
-        good = reached(keys >= middle)
-        return jnp.where(good, middle, low), jnp.where(good, high, middle)
-
-    return jax.lax.while_loop(searching, halve, (lowest, beyond))[0]
+    if params.drafts_greedily:
+        return best_token(logits), None
+    return sample(logits, params, keys)
 
 
 def _column(name: str, value, batch: int, dtype) -> np.ndarray:
@@ -322,6 +290,37 @@ def _column(name: str, value, batch: int, dtype) -> np.ndarray:
     if dtype is np.int64 and not np.array_equal(exact, column):
         raise UserError(f"sampling: {name} is {value!r}, give whole numbers")
     return np.broadcast_to(exact, (batch,))
+
+
+def _biases(
+    biases: Mapping[int, float] | None | Sequence[Mapping[int, float] | None],
+    batch: int,
+    vocab_size: int | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids i32[B, M] and biases f32[B, M]; M is 0 or a power of two, for few compilations."""
+    if biases is None or isinstance(biases, Mapping):
+        biases = [biases] * batch
+    if len(biases) != batch:
+        raise UserError(f"sampling: logit_bias for {len(biases)} rows, give one or {batch}")
+    most = max(len(row or {}) for row in biases)
+    size = 1 << (most - 1).bit_length() if most else 0
+    ids, values = np.full((batch, size), NO_TOKEN, np.int32), np.zeros((batch, size), np.float32)
+    for row, bias in enumerate(biases):
+        for at, (token, value) in enumerate((bias or {}).items()):
+            if vocab_size is None:
+                raise ValueError("logit_bias: say of which vocab_size")
+            if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+                raise UserError(
+                    f"sampling: logit_bias of token {token!r} in row {row}, the target has tokens "
+                    f"0 to {vocab_size - 1}"
+                )
+            if not isinstance(value, int | float) or not -100 <= value <= 100:
+                raise UserError(
+                    f"sampling: logit_bias of token {token} is {value!r} in row {row}, give -100 "
+                    "to 100"
+                )
+            ids[row, at], values[row, at] = token, value
+    return ids, values
 
 
 def _require(name: str, column: np.ndarray, good: np.ndarray, wanted: str) -> None:

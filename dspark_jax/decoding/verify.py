@@ -40,7 +40,7 @@ class VerifyResult:
 def verify(
     target_probs: jax.Array,
     draft_tokens: jax.Array,
-    draft_probs: jax.Array,
+    draft_probs: jax.Array | None,
     positions: jax.Array,
     seeds: jax.Array,
     *,
@@ -54,7 +54,8 @@ def verify(
     Args:
         target_probs: f32[B, G+1, V], row k for the token of slot k, filtered as the request asks.
         draft_tokens: i32[B, G].
-        draft_probs: f32[B, G, V], what each draft was really drawn from.
+        draft_probs: f32[B, G, V], what each draft was really drawn from; None for drafts that were
+            not drawn but chosen: all of q is on the draft.
         positions: i32[B], absolute position of the token of slot 0 (the anchor's plus 1).
         seeds: u32[B], the requests' seeds.
         lengths: i32[B], verified slots of each row, 0..G; None verifies all. A row of 0 decodes
@@ -65,7 +66,7 @@ def verify(
     uniforms = sampling.uniform(sampling.purpose_key(seeds[:, None], at, Purpose.ACCEPT))
     accepted = accepted_prefix(target_probs, draft_tokens, draft_probs, uniforms, lengths)
     own = sampling.draw(
-        next_distribution(target_probs, draft_probs, accepted, lengths),
+        next_distribution(target_probs, draft_probs, accepted, lengths, draft_tokens),
         sampling.purpose_key(seeds, positions + accepted, Purpose.TARGET),
     )
     return _result(accepted, draft_tokens, own)
@@ -108,7 +109,7 @@ def residual(p: jax.Array, q: jax.Array) -> jax.Array:
 def accepted_prefix(
     target_probs: jax.Array,
     draft_tokens: jax.Array,
-    draft_probs: jax.Array,
+    draft_probs: jax.Array | None,
     uniforms: jax.Array,
     lengths: jax.Array | None = None,
 ) -> jax.Array:
@@ -118,29 +119,36 @@ def accepted_prefix(
     produce, while below 1 a strict comparison still accepts every ratio of 1.
     """
     slots = draft_tokens.shape[1]
-    p, q = (
-        jax.vmap(at_slot)(probs[:, :slots], draft_tokens) for probs in (target_probs, draft_probs)
-    )
+    of_drafts = jax.vmap(at_slot)
+    p = of_drafts(target_probs[:, :slots], draft_tokens)
+    q = jnp.ones_like(p) if draft_probs is None else of_drafts(draft_probs, draft_tokens)
     return _prefix_length(uniforms < acceptance_probability(p, q), lengths)
 
 
 def next_distribution(
     target_probs: jax.Array,
-    draft_probs: jax.Array,
+    draft_probs: jax.Array | None,
     accepted: jax.Array,
     lengths: jax.Array | None = None,
+    draft_tokens: jax.Array | None = None,
 ) -> jax.Array:
     """Distribution of the token the target adds after `accepted` drafts: f32[B, V].
 
-    The residual if a verified draft was rejected there, the target's own row otherwise.
+    The residual if a verified draft was rejected there, the target's own row otherwise. Where
+    `draft_probs` is None, `draft_tokens` stand for them.
     """
-    slots = draft_probs.shape[1]
+    slots = target_probs.shape[1] - 1
     p = at_slot(target_probs, accepted)
     if slots == 0:
         return p
     verified = slots if lengths is None else lengths
     rejected = accepted < verified
-    q = at_slot(draft_probs, jnp.minimum(accepted, slots - 1))
+    last = jnp.minimum(accepted, slots - 1)
+    if draft_probs is None:
+        chosen = at_slot(draft_tokens, last)[:, None]
+        q = (chosen == jnp.arange(p.shape[-1])).astype(p.dtype)
+    else:
+        q = at_slot(draft_probs, last)
     return jnp.where(rejected[:, None], residual(p, q), p)
 
 

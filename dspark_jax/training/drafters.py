@@ -196,7 +196,7 @@ def _record_of_folder(drafter: ImportedDrafter, target: str | None) -> RunRecord
             "--target=FOLDER_OR_HUB_ID"
         )
     directory = resolve_target(name)
-    found = fingerprint(directory, name)
+    found = fingerprint(directory, name, origin.fingerprint.target_weights if origin else "")
     if origin:
         check_same_target(origin.fingerprint, found, f"{where}")
         found = origin.fingerprint

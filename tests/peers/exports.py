@@ -15,7 +15,7 @@ import numpy as np
 import tiny
 from tiny_drafter import random_weights
 
-from dspark_jax.convert import export_run
+from dspark_jax.convert import convert
 from dspark_jax.core.config import RunConfig
 from dspark_jax.core.sharding import place, spec
 from dspark_jax.data.opened import OpenedTarget, open_target
@@ -76,7 +76,14 @@ class Inputs:
     anchors: np.ndarray  # i32[A], ascending, a whole block fits behind each
 
 
-def make_case(folder: Path, config: RunConfig, *, seed: int = 1, dtype: str = "float32") -> Case:
+def make_case(
+    folder: Path,
+    config: RunConfig,
+    *,
+    layout: str = "speculators",
+    seed: int = 1,
+    dtype: str = "float32",
+) -> Case:
     """A run with random weights in `folder`/run and its export in `folder`/export."""
     target = open_target(config.target, config.target_dtype)
     described = read_json(target.directory / "config.json")
@@ -95,7 +102,7 @@ def make_case(folder: Path, config: RunConfig, *, seed: int = 1, dtype: str = "f
     }
     write_record(folder / "run", record)
     save_drafter(folder / "run", arrays, 1)
-    export_run(folder / "run", folder / "export", dtype=dtype, force=True)
+    convert(str(folder / "run"), layout, folder / "export", dtype=dtype, force=True)
     return Case(folder / "export", record, arrays)
 
 
@@ -156,9 +163,7 @@ def ours(
     drafter, config = case.drafter(), case.record.config.drafter
     first = config.block_size - config.num_proposals
     prev = given.tokens[given.anchors[:, None] + np.arange(config.num_proposals)]
-    seen = (np.arange(len(given.tokens)) < given.anchors[:, None]) & (
-        given.documents == given.documents[given.anchors][:, None]
-    )
+    starts = given.anchors - given.positions[given.anchors]
 
     @jax.jit
     def run(drafter: Drafter, head: TargetHead, prev):
@@ -168,7 +173,8 @@ def ours(
             jnp.asarray(given.tokens[given.anchors])[None],
             jnp.asarray(given.positions[given.anchors])[None],
             context,
-            jnp.asarray(seen)[None],
+            jnp.asarray(starts)[None],
+            jnp.asarray(given.anchors)[None],
         )
         whole = jax.sharding.reshard(hidden[0], spec("batch", None, None))
         hidden = whole[:, first:]

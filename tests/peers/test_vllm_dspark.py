@@ -4,12 +4,18 @@ import harness
 import numpy as np
 import pytest
 import tiny
-from exports import KINDS, make_case, ours, random_inputs, tiny_config
+from eagle3_reference import EAGLE3
+from exports import DFLASH, KINDS, make_case, ours, random_inputs, tiny_config
 
 from dspark_jax.data.opened import open_target
 from dspark_jax.weights.layouts import algorithm_of, unservable
 
-NAMES = ["vanilla", "fill-in", "no confidence", "confidence alone", "pruned", "deep"]
+NAMES = ["vanilla", "fill-in", "no confidence", "confidence alone", "pruned", "deep", "flat"]
+# In the DeepSpec layout, of which vLLM's config classes are asked only.
+OTHERS = {
+    "flat dflash": ("dflash", DFLASH),
+    "flat eagle3": ("eagle3", {f"drafter.{name}": value for name, value in EAGLE3.items()}),
+}
 HEADS = {"drafter.head_dim": 32}  # as kernels for attention like it
 
 
@@ -20,8 +26,9 @@ def cases(quick_compilation, tmp_path_factory):
     target = open_target(tiny_config(folder / "tiny", {}).target, "float32")
     made = {}
     for name in NAMES:
-        config = tiny_config(folder / "tiny", KINDS[name] | HEADS)
-        case = make_case(folder / name.replace(" ", "_"), config)
+        config = tiny_config(folder / "tiny", KINDS.get(name, {}) | HEADS)
+        layout = "deepspec" if name == "flat" else "speculators"
+        case = make_case(folder / name.replace(" ", "_"), config, layout=layout)
         assert algorithm_of(case.record.shape) == "dspark" and not unservable(case.record.shape)
         given = random_inputs(case)
         made[name] = (case, given, ours(case, target.model.head, given))
@@ -31,7 +38,14 @@ def cases(quick_compilation, tmp_path_factory):
 @pytest.fixture(scope="module")
 def peer(cases, tmp_path_factory):
     """What vLLM answers, all cases in one process; slots [A, P] flattened."""
-    arrays = {}
+    arrays, folder = {}, tmp_path_factory.mktemp("vllm")
+    flat, target = cases["flat"][0].record, cases["flat"][0].record.target_directory
+    others = {}
+    for name, (method, changes) in OTHERS.items():
+        config = tiny_config(folder / "tiny", changes | HEADS)
+        case = make_case(folder / method, config, layout="deepspec")
+        proposals = case.record.config.drafter.num_proposals
+        others[name] = (str(case.directory), target, method, proposals)
     for name, (case, given, mine) in cases.items():
         slots = np.arange(case.record.config.drafter.num_proposals)
         arrays[f"{name}/prev"] = given.tokens[given.anchors[:, None] + slots].reshape(-1)
@@ -39,8 +53,12 @@ def peer(cases, tmp_path_factory):
     return harness.ask(
         "vllm",
         "vllm_dspark",
-        tmp_path_factory.mktemp("vllm"),
-        {"cases": {name: str(case.directory) for name, (case, _, _) in cases.items()}},
+        folder,
+        {
+            "cases": {name: str(case.directory) for name, (case, _, _) in cases.items()},
+            "flat": {"flat": (target, "dspark", flat.config.drafter.num_proposals)},
+            "others": others,
+        },
         arrays,
         VLLM_CPU_KVCACHE_SPACE="1",
     )
@@ -68,6 +86,8 @@ def test_the_directory_alone_says_everything(name, cases, peer):
         "vocab_size": record.shape.vocab_size,
         "num_hidden_layers": config.num_layers,
     }
+    if name == "flat":  # these fields are of the other layout; absent, they mean the same here
+        wanted |= {"draft_vocab_size": None, "dspark_bonus_anchor": None}
     assert {key: found[key] for key in wanted} == wanted
 
 
@@ -76,8 +96,10 @@ def test_every_tensor_is_taken(name, peer):
     found = peer[0][name]
     assert found["not_taken"] == []
     # Not in the file: the target's own, and a placeholder that DSpark does not use.
-    borrowed = {"model.embed_tokens.weight", "model.mask_embedding"}
-    borrowed |= set() if "pruned" in name else {"lm_head.weight"}
+    borrowed = {"model.mask_embedding"}
+    if name != "flat":  # which has both tables in the file
+        borrowed |= {"model.embed_tokens.weight"}
+        borrowed |= set() if "pruned" in name else {"lm_head.weight"}
     assert set(found["unwritten"]) == borrowed
 
 
@@ -102,6 +124,13 @@ def test_a_pruned_vocabulary_is_mapped_alike(cases, peer):
     assert np.array_equal(peer[1]["pruned/draft_ids"], case.arrays["draft_ids"])
     base = mine["base"].reshape(-1, case.record.shape.draft_vocab)
     np.testing.assert_allclose(base, peer[1]["pruned/base"], atol=1e-4, rtol=0)
+
+
+def test_the_deepspec_layout_of_other_algorithms(peer):
+    """What docs/peers.md says of it."""
+    found = peer[0]["flat dflash"]
+    assert found == {"method": "dflash", "class": "DFlashQwen3ForCausalLM", "taps": [1, 3]}
+    assert "['Qwen3Eagle3Model'] are not supported for now" in peer[0]["flat eagle3"]["refusal"]
 
 
 def test_only_its_gpu_runner_has_dspark(peer):

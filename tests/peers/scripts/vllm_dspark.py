@@ -22,9 +22,18 @@ from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_lay
 torch.set_num_threads(2)
 
 
-def configure(directory):
-    """The target's and the drafter's config from the export alone, as `vllm serve DIRECTORY`."""
-    model, tokenizer, speculative = maybe_override_with_speculators(directory, None, False)
+def configure(directory, given=None):
+    """The target's and the drafter's config from the export alone, as `vllm serve DIRECTORY`.
+
+    `given` is of a flat export: target, method and number of proposals, as `vllm serve TARGET
+    --speculative-config` is told them.
+    """
+    if given:
+        model, method, proposals = given
+        tokenizer = model
+        speculative = {"model": directory, "method": method, "num_speculative_tokens": proposals}
+    else:
+        model, tokenizer, speculative = maybe_override_with_speculators(directory, None, False)
     args = EngineArgs(
         model=model,
         tokenizer=tokenizer,
@@ -54,8 +63,20 @@ def refusal(directory):
     return None
 
 
-def answer_one(directory, arrays):
-    name, config, speculative = configure(directory)
+def accepted(directory, given):
+    """What the config classes make of a flat export, or say against it."""
+    try:
+        _, _, speculative = configure(directory, given)
+        drafter = speculative.draft_model_config
+        found = ModelRegistry.resolve_model_cls(drafter.architectures, drafter)[0].__name__
+    except Exception as error:  # whatever it says is the answer
+        return {"refusal": f"{type(error).__name__}: {error}"}
+    taps = get_eagle3_aux_layers_from_config(speculative)
+    return {"method": speculative.method, "class": found, "taps": list(taps or ())}
+
+
+def answer_one(directory, arrays, given=None):
+    name, config, speculative = configure(directory, given)
     config.speculative_config = speculative
     hf = speculative.draft_model_config.hf_config
     found = {
@@ -68,7 +89,7 @@ def answer_one(directory, arrays):
         "taps": list(get_eagle3_aux_layers_from_config(speculative)),
         "target_layer_ids": list(hf.target_layer_ids),
         **{
-            key: getattr(hf, key)
+            key: getattr(hf, key, None)  # a flat config need not have all
             for key in (
                 "mask_token_id",
                 "block_size",
@@ -139,9 +160,11 @@ def answer(values, arrays, folder):
     found, results = {}, {}
     for name, directory in values["cases"].items():
         given = {key.split("/")[1]: x for key, x in arrays.items() if key.startswith(f"{name}/")}
-        found[name], one = answer_one(directory, given)
+        found[name], one = answer_one(directory, given, values["flat"].get(name))
         results |= {f"{name}/{key}": x for key, x in one.items()}
     found["refusal"] = refusal(first)
+    for name, (directory, *told) in values["others"].items():
+        found[name] = accepted(directory, told)
     return found, results
 
 

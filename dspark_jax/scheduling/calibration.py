@@ -21,11 +21,17 @@ from dspark_jax.core import pictures
 from dspark_jax.core.config import from_mapping
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import write_atomically
+from dspark_jax.scheduling.reliability import (
+    BINS,
+    auc,
+    error_of_perfect,
+    expected_calibration_error,
+    reliability,
+)
 from dspark_jax.weights.safetensors import read_json
 
 FILE = "calibration.json"
 VERSION = 1
-BINS = 10  # of equal width over 0..1
 GRID = np.geomspace(0.1, 10.0, 301)  # temperatures 1.5 % apart, 1.0 among them
 
 
@@ -115,6 +121,28 @@ class Quality:
 
 
 @dataclasses.dataclass(frozen=True)
+class Recorded:
+    """Where the rounds of a calibration come from."""
+
+    drafter: str = ""  # the run
+    step: int = 0
+    drafter_hash: str = ""  # of the weights, `fingerprint.arrays_hash`
+    target: str = ""
+    target_hash: str = ""  # of its weights, as in the run's fingerprint
+    prompts: str = ""
+    fit_prompts: int = 0
+    heldout_prompts: int = 0
+    rounds: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 0
+    seed: int = 0
+    device: str = ""
+    jax: str = ""
+    dspark_jax: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Calibration:
     """Temperatures of one drafter and what they do, on rounds not used for finding them.
 
@@ -125,6 +153,7 @@ class Calibration:
         fit_rounds, heldout_rounds: [P], rounds that verified each slot.
         bins: of the calibration error, of equal width.
         before, after, after_single: with temperature 1, `temperatures`, `single_temperature`.
+        recorded: drafter, target, data and versions.
     """
 
     temperatures: tuple[float, ...]
@@ -135,6 +164,7 @@ class Calibration:
     before: Quality
     after: Quality
     after_single: Quality
+    recorded: Recorded = Recorded()
 
     @property
     def at_limit(self) -> tuple[int, ...]:
@@ -260,55 +290,6 @@ def quality(rounds: Rounds, temperatures: np.ndarray | float, bins: int = BINS) 
     )
 
 
-def expected_calibration_error(
-    predicted: np.ndarray, outcome: np.ndarray, bins: int = BINS
-) -> float:
-    """Mean over rounds of |mean prediction - share accepted| of the bin that a round falls in.
-
-    Bins are of equal width over 0..1, the lower end belonging to the bin and 1 to the last. The
-    error of a finite sample is above that of the predictor: see `error_of_perfect`.
-
-    Args:
-        predicted: f[N] probabilities.
-        outcome: [N] of 0 and 1, or of true probabilities where these are known.
-    """
-    gaps = np.bincount(_bin(predicted, bins), weights=predicted - outcome)
-    return float(np.abs(gaps).sum() / len(predicted))
-
-
-def error_of_perfect(predicted: np.ndarray, bins: int = BINS) -> float:
-    """About the calibration error that chance alone gives if all predictions f[N] are true.
-
-    A bin's gap is then close to normal, and the mean of its size sqrt(2 / pi) deviations.
-    """
-    variances = np.bincount(_bin(predicted, bins), weights=predicted * (1 - predicted))
-    return float(np.sqrt(2 / np.pi * variances).sum() / len(predicted))
-
-
-def auc(predicted: np.ndarray, outcome: np.ndarray) -> float | None:
-    """Chance that a random 1 of `outcome` has a higher prediction than a random 0; ties count 1/2.
-
-    None if there is nothing to compare.
-    """
-    positives = int(outcome.sum())
-    negatives = len(outcome) - positives
-    if not positives or not negatives:
-        return None
-    _, place, ties = np.unique(predicted, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(ties) - (ties - 1) / 2)[place]  # from 1, equals share their mean
-    above = ranks[outcome.astype(bool)].sum() - positives * (positives + 1) / 2
-    return float(above / (positives * negatives))
-
-
-def reliability(
-    predicted: np.ndarray, outcome: np.ndarray, bins: int = BINS
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean prediction f[M], share accepted f[M] and size i[M] of each bin that is not empty."""
-    _, place, sizes = np.unique(_bin(predicted, bins), return_inverse=True, return_counts=True)
-    means = [np.bincount(place, weights=values) / sizes for values in (predicted, outcome)]
-    return means[0], means[1], sizes
-
-
 def reliability_diagram(
     rounds: Rounds, calibration: Calibration, out_png: str | os.PathLike
 ) -> None:
@@ -377,10 +358,6 @@ def _least(errors: Sequence[float], grid: np.ndarray) -> float:
     errors = np.asarray(errors)
     best = grid[errors <= errors.min() + 1e-12]
     return best[np.abs(np.log(best)).argmin()]
-
-
-def _bin(predicted: np.ndarray, bins: int) -> np.ndarray:
-    return np.minimum((predicted * bins).astype(np.int64), bins - 1)
 
 
 def _sigmoid(z: np.ndarray) -> np.ndarray:
