@@ -14,15 +14,16 @@ What is asked for is honoured or refused with a reason, never ignored. One answe
 no log probabilities, no tools. Beyond OpenAI's options there are top_k, min_p, repetition_penalty,
 min_tokens and timeout (seconds until the answer has to be finished).
 
-How many drafts of a request are verified in a round is --policy:
-  fixed         all of them, or --verify of each request
-  threshold     up to the first of less confidence than --threshold
-  load          those likely to survive: above --threshold when idle, --highest when full
-  hardware      those that make the most tokens per second, by the paper's Algorithm 1 and the
-                measured costs of a round; stops drafting while that does not pay
+How many drafts of a request are verified in a round is --scheduler, as for generate:
+  all           every one of them; fixed:N the first N
+  threshold:C   up to the first of less confidence than C
+  load:LOW:HIGH those likely to survive: above LOW when idle, HIGH when full
+  hardware      those that make the most tokens per second, by the paper's Algorithm 1 and
+                WORKDIR/costs.json (calibrate; measured at the start where there is none); stops
+                drafting while that does not pay
   asynchronous  the same with a budget of two rounds before, for devices that must not wait
   off           none: plain decoding
-The text of a request at temperature 0 is that of plain decoding under every policy. Ctrl-C or
+The text of a request at temperature 0 is that of plain decoding under every scheduler. Ctrl-C or
 SIGTERM lets running requests finish for --grace seconds.
 """
 
@@ -33,18 +34,18 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 from absl import flags
 
 from dspark_jax.core.command import run_main
+from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import make_mesh
 from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target_of
 from dspark_jax.decoding.engine import Engine, EngineOptions
 from dspark_jax.decoding.step_seconds import measure_steps
 from dspark_jax.models.drafters import AnyDrafter
-from dspark_jax.scheduling.calibration import Calibration
-from dspark_jax.scheduling.policy import BY_CONFIDENCE, BY_COSTS, Policy
+from dspark_jax.scheduling.by_name import HELP, read_policy
+from dspark_jax.scheduling.policy import BY_COSTS, Policy
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 from dspark_jax.weights.fingerprint import check_same_target
 
@@ -62,11 +63,8 @@ class Options:
     step: str = "best"
     engine: EngineOptions = EngineOptions()
     max_tokens: int = 0  # of one answer; 0 = as many as the context holds
-    policy: str = "hardware"
-    verify: int = 0  # 0 = all that are drafted
-    threshold: float = 0.5
-    highest: float = 0.9
-    calibration: str | None = None  # None = WORKDIR/calibration.json, if there is one
+    scheduler: str = ""  # see scheduling/by_name.py; "" = what the drafter can follow
+    force_costs: bool = False  # take costs of another device
     api_key: str | None = None
     max_body_bytes: int = 1 << 20
     warm_up: bool = True
@@ -93,54 +91,47 @@ def run(workdir: Path, options: Options) -> None:
             file=sys.stderr,
         )
     record = read_record(workdir)
-    # Before anything is loaded, measured or compiled.
-    policy = make_policy(options, record.config.drafter.num_proposals)
     options.engine.check(record.target_config.max_positions)
+    step = choose_step(workdir, options.step)
+    policy = make_policy(options, workdir, step, record.config.drafter)  # before what takes long
     mesh = make_mesh(1, record.config.mesh.tp if jax.device_count() > 1 else 1)
     with jax.set_mesh(mesh):
         target = open_target_of(record.config, options.target)
         check_same_target(record.fingerprint, target.fingerprint, f"the drafter in {workdir}")
         drafter = None
-        if options.policy != "off":
+        if policy.drafts:
             check_drafter(record.shape, target, f"{workdir}/config.json: ", record.fingerprint)
-            drafter = load_drafter(record, workdir, choose_step(workdir, options.step))
+            drafter = load_drafter(record, workdir, step)
 
     def make() -> Engine:
-        return make_engine(target, drafter, options, policy, workdir)
+        return make_engine(target, drafter, options, policy)
 
     name = options.name or Path(record.config.target).name
     serve(make, target, mesh, name, options)
 
 
-def make_policy(options: Options, proposals: int) -> Policy:
-    """What the options ask for, for a drafter of so many proposals; without tables."""
-    if options.verify > proposals:
-        raise UserError(f"--verify={options.verify}: the drafter proposes {proposals} tokens")
-    return Policy(
-        options.policy,
-        length=(options.verify or proposals) if options.policy == "fixed" else 0,
-        threshold=options.threshold,
-        highest=options.highest,
+def make_policy(options: Options, workdir: Path, step: int, drafter: DrafterConfig) -> Policy:
+    """What the options ask for; costs that are not there are left out."""
+    default = "hardware" if drafter.confidence_head else "all"
+    policy = read_policy(
+        options.scheduler or default,
+        workdir,
+        step=step,
+        proposals=drafter.num_proposals,
+        has_confidence=drafter.confidence_head,
+        rows=options.engine.rows,
+        force=options.force_costs,
+        measured_later=True,
     )
+    return policy or Policy("fixed", drafter.num_proposals)
 
 
 def make_engine(
-    target: OpenedTarget,
-    drafter: AnyDrafter | None,
-    options: Options,
-    policy: Policy,
-    workdir: Path,
+    target: OpenedTarget, drafter: AnyDrafter | None, options: Options, policy: Policy
 ) -> Engine:
-    """The engine on the current mesh, ready for requests; measures costs if the policy asks."""
-    rows, proposals = options.engine.rows, drafter.config.num_proposals if drafter else 0
-    if policy.kind in BY_CONFIDENCE:
-        path = Path(options.calibration or workdir / "calibration.json")
-        if options.calibration or path.exists():
-            calibration = Calibration.read(path, proposals)
-            temperatures = np.asarray(calibration.temperatures, np.float32)
-            policy = dataclasses.replace(policy, temperatures=temperatures)
-    if policy.kind in BY_COSTS:
-        longest = options.engine.max_context
+    """The engine on the current mesh, ready for requests; measures costs that the policy lacks."""
+    rows, longest = options.engine.rows, options.engine.max_context
+    if policy.kind in BY_COSTS and policy.costs is None:
         costs = measure_steps(
             target.model,
             drafter,
@@ -148,7 +139,7 @@ def make_engine(
             batches=(rows,),
             sizes=options.engine.sizes,
             context=longest // 2,
-            capacity=longest + proposals + 1,
+            capacity=longest + drafter.config.num_proposals + 1,
         )
         tables = {"costs": costs.rounds(rows), "plain": costs.plain(rows)}
         policy = dataclasses.replace(policy, **tables)
@@ -184,11 +175,8 @@ def main() -> None:
             rows=_ROWS.value, max_context=_MAX_CONTEXT.value, queue_limit=_QUEUE_LIMIT.value
         ),
         max_tokens=_MAX_NEW_TOKENS.value,
-        policy=_POLICY.value,
-        verify=_VERIFY.value,
-        threshold=_THRESHOLD.value,
-        highest=_HIGHEST.value,
-        calibration=_CALIBRATION.value,
+        scheduler=_SCHEDULER.value,
+        force_costs=_FORCE_COSTS.value,
         api_key=_api_key(_API_KEY_FILE.value),
         max_body_bytes=_MAX_BODY_BYTES.value,
         warm_up=_WARM_UP.value,
@@ -216,13 +204,10 @@ if __name__ == "__main__":  # flags too: several commands may be imported into o
     _MAX_NEW_TOKENS = flags.DEFINE_integer(
         "max_new_tokens", 0, "At most so many tokens an answer; 0 = what the context holds."
     )
-    _POLICY = flags.DEFINE_string("policy", "hardware", "How many drafts are verified, see above.")
-    _VERIFY = flags.DEFINE_integer("verify", 0, "With --policy=fixed; 0 = all that are drafted.")
-    _THRESHOLD = flags.DEFINE_float("threshold", 0.5, "With --policy=threshold or load.")
-    _HIGHEST = flags.DEFINE_float("highest", 0.9, "With --policy=load, of a full server.")
-    _CALIBRATION = flags.DEFINE_string(
-        "calibration", None, "Temperatures of the confidence; default WORKDIR/calibration.json."
+    _SCHEDULER = flags.DEFINE_string(
+        "scheduler", "", f"{HELP} Default: hardware; all for a drafter without confidence head."
     )
+    _FORCE_COSTS = flags.DEFINE_bool("force_costs", False, "Take costs.json of another device.")
     _API_KEY_FILE = flags.DEFINE_string(
         "api_key_file", None, "File with a key that clients of /v1 have to send."
     )

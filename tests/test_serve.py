@@ -192,7 +192,7 @@ def start(folder, *flags: str) -> Running:
 
 @pytest.fixture(scope="module")
 def server(folder):
-    running = start(folder, "--policy=fixed")
+    running = start(folder, "--scheduler=all")
     yield running
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(timeout=60) == 0
@@ -357,7 +357,7 @@ def test_metrics_and_health(server):
 @pytest.mark.slow
 def test_the_end_lets_those_who_are_served_finish(folder, plain):
     """A stream goes on after SIGTERM to its end, a newcomer is refused, the exit code is 0."""
-    running = start(folder, "--policy=hardware", "--grace=30")
+    running = start(folder, "--scheduler=hardware", "--grace=30")
     expected = plain(SUN)[1]
     asked = {"model": "tiny", "messages": SUN, "max_tokens": NEW, "temperature": 0}
     stream = iter(running.client.chat.completions.create(**asked, stream=True))
@@ -372,7 +372,7 @@ def test_the_end_lets_those_who_are_served_finish(folder, plain):
 
 @pytest.mark.slow
 def test_no_time_to_finish(folder):
-    running = start(folder, "--policy=off", "--grace=0")
+    running = start(folder, "--scheduler=off", "--grace=0")
     asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": 120, "temperature": 0,
              "logit_bias": {str(tiny.END): -100}}  # fmt: skip
     with ThreadPoolExecutor() as pool:
@@ -389,8 +389,8 @@ def test_no_time_to_finish(folder):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--policy=sometimes"], "policy='sometimes': must be one of"),
-        (["--policy=fixed", "--verify=9"], "the drafter proposes 3"),
+        (["--scheduler=sometimes"], "--scheduler=sometimes: write all, off"),
+        (["--scheduler=fixed:9"], "the drafter proposes 3"),
         (["--max_context=300"], "max_context 300"),
         (["--api_key_file=nowhere"], "--api_key_file=nowhere: cannot be read"),
         (["--workdir=nowhere"], "no run here"),

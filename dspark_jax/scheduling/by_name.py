@@ -26,6 +26,7 @@ def read_policy(
     has_confidence: bool,
     rows: int,
     force: bool = False,
+    measured_later: bool = False,
 ) -> Policy | None:
     """The policy that `text` names; None for "all".
 
@@ -34,6 +35,7 @@ def read_policy(
       step: of the drafter in use.
       rows: decoded together, for the costs.
       force: take costs of another device.
+      measured_later: costs that are missing, or of fewer rows, are no error but left out.
 
     Raises:
       UserError: no such policy, one that this drafter cannot follow, or files that are missing, of
@@ -59,13 +61,16 @@ def read_policy(
         fields = {"threshold": values[0], "highest": values[1]}
     if kind in BY_COSTS:
         path = workdir / step_costs.FILE
-        if not path.is_file():
+        costs = None
+        if path.is_file():
+            costs = StepCosts.read(path, proposals=proposals, force=force)
+        elif not measured_later:
             raise UserError(
                 f"--scheduler={text}: no {path}; measure it with python -m dspark_jax.calibrate "
                 f"--workdir={workdir}"
             )
-        costs = StepCosts.read(path, proposals=proposals, force=force)
-        fields = {"costs": costs.rounds(rows), "plain": costs.plain(rows)}
+        if costs and (not measured_later or costs.most_rows >= rows):
+            fields = {"costs": costs.rounds(rows), "plain": costs.plain(rows)}
     if kind in BY_CONFIDENCE and has_confidence:
         path = workdir / calibration.FILE
         if path.is_file():
@@ -78,5 +83,5 @@ def read_policy(
         else:
             print(f"note: no {path}: the confidence is taken as trained; see calibrate")
     policy = Policy(kind, length, **fields)
-    policy.check(has_confidence, proposals)
+    policy.check(has_confidence, proposals, measured_later)
     return policy

@@ -61,14 +61,14 @@ class Policy:
         """Whether it stops drafting while that does not pay."""
         return self.kind in BY_COSTS and self.plain is not None
 
-    def check(self, has_confidence: bool, proposals: int) -> None:
-        """Refuses a policy that this drafter cannot follow."""
+    def check(self, has_confidence: bool, proposals: int, measured_later: bool = False) -> None:
+        """Refuses a policy that this drafter cannot follow, costs left out if they come later."""
         if self.kind in BY_CONFIDENCE and not has_confidence:
             raise UserError(
                 f"policy {self.kind} needs a drafter with a confidence head, this one has none; "
                 "use fixed or off"
             )
-        if self.kind in BY_COSTS and self.costs is None:
+        if self.kind in BY_COSTS and self.costs is None and not measured_later:
             raise UserError(f"policy {self.kind} needs a table of costs; measure one first")
         if self.length > proposals:
             raise UserError(

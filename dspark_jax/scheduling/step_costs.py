@@ -87,6 +87,11 @@ class StepCosts:
             )
         return self
 
+    @property
+    def most_rows(self) -> int:
+        """Of the largest batch that was measured."""
+        return max(one.rows for one in self.batches)
+
     def rounds(self, rows: int) -> CostTable:
         """Of rounds that draft, by tokens of the target's pass."""
         one = self._for(rows)
