@@ -14,12 +14,13 @@ from flax import nnx
 
 from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.sharding import einsum, param, spec
+from dspark_jax.core.sharding import param, spec
 from dspark_jax.kernels.anchor_attention import anchor_attention
 from dspark_jax.models.cache import KVCache, LayerCache, write
 from dspark_jax.models.drafter_base import DrafterBase
 from dspark_jax.models.heads import ConfidenceHead, MarkovHead
 from dspark_jax.models.layers import Attention, Mlp, RopeConfig, rms_norm, rope_angles
+from dspark_jax.models.linear import linear
 from dspark_jax.models.packing import Packing
 from dspark_jax.models.remat import rematerialised
 from dspark_jax.models.target import TargetConfig, TargetHead, check_taps
@@ -177,8 +178,7 @@ class Drafter(DrafterBase):
         shape, dtype = self.shape, self.dtype
         batch, length, layers, d = taps.shape
         joined = taps.astype(dtype).reshape(batch, length, layers * d)
-        out = ("batch", None, None)
-        features = einsum("bti,di->btd", joined, self.fc[...].astype(dtype), out=out)
+        features = linear(joined, self.fc[...], None, None)
         features = rms_norm(features, self.hidden_norm[...], shape.rms_norm_eps)
         cos, sin = rope_angles(shape.rope, shape.head_dim, positions)
         return tuple(

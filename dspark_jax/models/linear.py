@@ -5,6 +5,8 @@ row is 127. Only the matrices of attention and MLP are stored so; norms, embeddi
 the target's dtype, and with them what a drafter borrows.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,32 +17,52 @@ from dspark_jax.core.sharding import einsum, platform, spec
 
 # The matrices that may be int8, by the last part of their name -> leading axes that form the rows.
 ROWS = {"q": 3, "k": 2, "v": 2, "o": 1, "gate": 1, "up": 1, "down": 1}
+_FEW_ROWS = 64  # up to so many rows the order of a product matters to XLA:CPU
 _DIGIT_ROWS = 64  # up to so many rows XLA:CPU multiplies int8 faster than what it converts
 
 
-def linear(x: jax.Array, weight: jax.Array, scale: jax.Array | None, out: str | None) -> jax.Array:
-    """x [B, T, I] @ weight [O, I].T -> [B, T, O] in the dtype of x; `out` = logical axis of O.
+def linear(
+    x: jax.Array, weight: jax.Array, scale: jax.Array | None, out: str | None, dtype=None
+) -> jax.Array:
+    """x [B, T, I] @ weight [O, I].T -> [B, T, O]; `out` = logical axis of O.
 
     Args:
       scale: f32[O] of an int8 weight; None = the weight is a float.
+      dtype: of the result, as which a product with floats is summed; None = that of x.
     """
     axes = ("batch", None, out)
     rows = x.shape[0] * x.shape[1]
     on_cpu = platform() == "cpu"
     if scale is None:
         weight = weight.astype(x.dtype)
+        kind = {"preferred_element_type": dtype or x.dtype}
+        if on_cpu and x.dtype == jnp.float32 and 1 < rows <= _FEW_ROWS:
+            return _weight_first(x, weight, axes)
         if rows == 1 and x.dtype == jnp.bfloat16 and on_cpu:
             # XLA:CPU has kernels for matrices of bfloat16 and none for a vector: it would convert
             # the weight to float32 first, every time.
             x = jnp.pad(x, ((0, 0), (0, 1), (0, 0)))
-            return einsum("bti,oi->bto", x, weight, out=axes)[:, :1]
-        return einsum("bti,oi->bto", x, weight, out=axes)
+            return einsum("bti,oi->bto", x, weight, out=axes, **kind)[:, :1]
+        return einsum("bti,oi->bto", x, weight, out=axes, **kind)
     if on_cpu and rows <= _DIGIT_ROWS:
         products = _by_digits(x, weight, axes)
     else:  # the conversion is part of the product's loads
         f32 = {"preferred_element_type": jnp.float32}
         products = einsum("bti,oi->bto", x, weight.astype(x.dtype), out=axes, **f32)
     return (products * jax.sharding.reshard(scale, spec(out))).astype(x.dtype)
+
+
+def _weight_first(x: jax.Array, weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """x @ weight.T as (weight @ x.T).T, with rows of zeros up to a multiple of 4 where few do.
+
+    XLA:CPU's product packs its right-hand side first: as such the weight costs twice its reading.
+    """
+    batch, length, _ = x.shape
+    padded = -(-length // (step := 4 // math.gcd(batch, 4))) * step
+    if batch * (padded - length) < 4:
+        x = jnp.pad(x, ((0, 0), (0, padded - length), (0, 0)))
+    found = einsum("oi,bti->obt", weight, x, out=(axes[2], *axes[:2]))
+    return found.transpose(1, 2, 0)[:, :length]
 
 
 def _by_digits(x: jax.Array, weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:

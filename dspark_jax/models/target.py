@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.sharding import einsum, gather_rows, param
+from dspark_jax.core.sharding import gather_rows, param
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.decoder import DecoderLayer, GemmaLayer, PerLayerInputs, View
 from dspark_jax.models.layers import mrope_angles, rms_norm, rope_angles
+from dspark_jax.models.linear import linear
 from dspark_jax.models.packing import Packing
 from dspark_jax.models.target_config import TargetConfig
 
@@ -53,10 +54,7 @@ class TargetHead:
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Post-norm hidden [B, T, D] -> logits [B, T, V], float32, capped."""
-        weight = self.weight.astype(hidden.dtype)
-        out = ("batch", None, "vocab")
-        f32 = {"preferred_element_type": jnp.float32}
-        return soft_cap(einsum("btd,vd->btv", hidden, weight, out=out, **f32), self.softcap)
+        return soft_cap(linear(hidden, self.weight, None, "vocab", jnp.float32), self.softcap)
 
 
 @jax.tree_util.register_dataclass
