@@ -61,6 +61,7 @@ from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.features.local import add_features
 from dspark_jax.models.drafter import DrafterShape
 from dspark_jax.models.drafters import new_drafter
+from dspark_jax.models.linear import with_int8
 from dspark_jax.models.target import Target, TargetConfig
 from dspark_jax.training.step import Recipe, init_state, make_optimizer, train_step
 from dspark_jax.weights.resolve import is_bundled, resolve_target
@@ -92,13 +93,13 @@ def programs(
     Args:
       requests: rows of the round; context: tokens behind each of them.
     """
-    target = _described(lambda: Target(target_shape, rngs=nnx.Rngs(0)))
+    target = _described(functools.partial(_target, target_shape, config.target_weights))
     head = _described(lambda target: target.head, target)
     shape = DrafterShape.of(config.drafter, target_shape)
     ids = _array((shape.draft_vocab,), jnp.int32) if shape.pruned else None
     options = config.train
     tx = make_optimizer(options, max(options.num_steps, 2))
-    init = functools.partial(init_state, shape=shape, tx=tx)
+    init = functools.partial(init_state, shape=shape, tx=tx, ema=options.ema > 0)
     state = _described(init, jax.eval_shape(jax.random.key, 0), target, ids)
     micro = (options.accumulation, options.global_batch_size // options.accumulation)
     tokens = _array((*micro, config.data.sequence_length), jnp.int32, None, "batch")
@@ -107,7 +108,8 @@ def programs(
     given = target, tokens, mask, tokens, tokens, rows
     static = {"taps": config.drafter.target_layer_ids, "whole": shape.pruned}
     batch = _described(functools.partial(add_features, **static), *given)
-    recipe = Recipe(config.loss, options.num_anchors, options.loss_chunk, config.seed)
+    numbers = options.num_anchors, options.loss_chunk, config.seed
+    recipe = Recipe(config.loss, *numbers, options.remat, options.ema)
     size = program_costs.shard_bytes
     return {
         "features": Program(
@@ -119,6 +121,13 @@ def programs(
         ),
         "round": Program(functools.partial(_trace_round, target, shape, requests, context, ids), 0),
     }
+
+
+def _target(shape: TargetConfig, weights: str) -> Target:
+    target = Target(shape, rngs=nnx.Rngs(0))
+    if weights:
+        with_int8(target.layers)
+    return target
 
 
 def _trace_round(target: Any, shape: DrafterShape, requests: int, context: int, ids: Any) -> Any:

@@ -33,6 +33,7 @@ from absl import flags
 from dspark_jax.core.command import run_main
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import table, write_json
+from dspark_jax.core.progress import progress
 from dspark_jax.core.sharding import make_mesh, place
 from dspark_jax.core.trees import named
 from dspark_jax.data.opened import OpenedTarget, open_target
@@ -74,7 +75,7 @@ def run(workdir: Path, out: Path, options: Options) -> dict[str, Any]:
         if getattr(options, name) < 2 - (name != "new_tokens"):
             raise UserError(f"--{name}={getattr(options, name)} is too few")
     record = read_record(workdir)
-    parts = []
+    parts, report = [], {}
     with jax.set_mesh(make_mesh(1, 1)):
         for number, weights in enumerate(options.weights):
             dtype, stored = WEIGHTS[weights]
@@ -82,6 +83,12 @@ def run(workdir: Path, out: Path, options: Options) -> dict[str, Any]:
             drafter = load_drafter(record, workdir, choose_step(workdir, options.step))
             parts.append(_measure(target, drafter, record, weights, options, peer=not number))
             del target, drafter
+            report = _report(parts, workdir, record.config.target, options)
+            write_json(out, report)
+    return report
+
+
+def _report(parts: list[dict], workdir: Path, target: str, options: Options) -> dict[str, Any]:
     first = parts[0]
     report = {
         key: first[key]
@@ -94,9 +101,7 @@ def run(workdir: Path, out: Path, options: Options) -> dict[str, Any]:
         )
     }
     report |= {"weights": parts, "machine": machine(), "options": dataclasses.asdict(options)}
-    report["workdir"], report["target"] = str(workdir), record.config.target
-    write_json(out, report)
-    return report
+    return report | {"workdir": str(workdir), "target": target}
 
 
 def _measure(target: OpenedTarget, drafter, record, weights: str, options: Options, peer: bool):
@@ -140,7 +145,7 @@ def _measure(target: OpenedTarget, drafter, record, weights: str, options: Optio
     ways: dict[str, Callable] = {"plain": plain, "speculative": speculative}
     if peer and (torch_way := _transformers(target)):
         ways["transformers"] = torch_way
-    seconds, texts = _in_turns(ways, prompts, new, options.repeats)
+    seconds, texts = _in_turns(ways, prompts, new, options.repeats, weights)
 
     # The part after the prompt, by which the limit and the predictions are stated.
     decoding = {
@@ -196,17 +201,17 @@ def _measure(target: OpenedTarget, drafter, record, weights: str, options: Optio
     }
 
 
-def _in_turns(ways: dict[str, Callable], prompts, new: int, repeats: int):
+def _in_turns(ways: dict[str, Callable], prompts, new: int, repeats: int, desc: str):
     """Seconds of every way for `new` tokens and for one, by prompt and repeat, and the texts."""
     seconds = {name: {new: [], 1: []} for name in ways}
     texts = {name: [way(ids, new) for ids in prompts] for name, way in ways.items()}  # compiles
-    for _ in range(repeats):
-        for ids in prompts:
-            for name, way in ways.items():
-                for tokens in (new, 1):
-                    began = time.perf_counter()
-                    way(ids, tokens)
-                    seconds[name][tokens].append(time.perf_counter() - began)
+    turns = [ids for _ in range(repeats) for ids in prompts]
+    for ids in progress(turns, desc=desc, unit="turn"):
+        for name, way in ways.items():
+            for tokens in (new, 1):
+                began = time.perf_counter()
+                way(ids, tokens)
+                seconds[name][tokens].append(time.perf_counter() - began)
     return seconds, texts
 
 
