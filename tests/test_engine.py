@@ -369,7 +369,7 @@ def test_sizes_hold_every_round_and_waste_little():
     for rows in (1, 3, 8, 32, 64):
         sizes = default_sizes(rows, 7)
         assert rows in sizes and sizes[-1] == 8 * rows and list(sizes) == sorted(set(sizes))
-        assert all(b <= max(a + 1, 1.7 * a) for a, b in zip(sizes, sizes[1:], strict=False))
+        assert all(b <= 2 * a for a, b in zip(sizes, sizes[1:], strict=False))
         assert len(sizes) < 22
 
 
