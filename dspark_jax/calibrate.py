@@ -6,8 +6,9 @@
 
 Decodes prompts speculatively, those that the run validates with unless --prompts names others, and
 records of every round what the confidence head said and how many drafts were accepted; kept in
-WORKDIR/calibration/ and continued after a kill. Half of the prompts, with all their rounds, fit one
-temperature for each slot (sequential temperature scaling); the other half measures them.
+WORKDIR/calibration/ and continued after a kill. Half of the prompts, with all their rounds, fit a
+temperature for each slot (sequential temperature scaling), and an offset for heads that are too
+sure on the whole; the other half measures them, and the temperatures alone.
 
 Leaves WORKDIR/calibration.json, which `convert` folds into an export for engines that know no
 temperature, reliability.png, and costs.json: seconds of a step for every number of tokens verified,
@@ -228,7 +229,12 @@ def halves(prompts: Sequence[str]) -> tuple[set[str], set[str]]:
 def summary(made: Calibration) -> str:
     """The figures of a calibration, slot by slot, on the rounds not used for fitting."""
     rows = []
-    for name, one in (("before", made.before), ("after", made.after), ("one T", made.after_single)):
+    for name, one in (
+        ("before", made.before),
+        ("after", made.after),
+        ("STS alone", made.after_sts),
+        ("one for all", made.after_single),
+    ):
         for what, values in (
             ("ECE, %", [100 * x for x in one.ece]),
             ("AUC", one.auc),
@@ -239,6 +245,8 @@ def summary(made: Calibration) -> str:
     slots = len(made.temperatures)
     columns = ["", "held-out rounds", *(f"slot {k + 1}" for k in range(slots)), "mean"]
     rows.append(["T", "temperature", *made.temperatures, made.single_temperature])
+    rows.append(["b", "offset", *made.offsets, made.single_offset])
+    rows.append(["T alone", "temperature", *made.sts_temperatures, None])
     chance = [100 * x for x in made.after.ece_of_perfect]
     rows.append(["chance", "ECE, %", *chance, sum(chance) / slots])
     lines = [
@@ -247,12 +255,14 @@ def summary(made: Calibration) -> str:
         f"{made.recorded.rounds} rounds: {made.recorded.fit_prompts} prompts to fit with, "
         f"{made.recorded.heldout_prompts} others to measure with; temperature "
         f"{made.recorded.temperature:g}",
-        "chance: the error that true predictions would show on as many rounds; the mean of "
-        "temperature is the best single one",
+        "chance: the error that true predictions would show on as many rounds; the means of "
+        "temperature and offset are those for all slots",
     ]
     if made.at_limit:
         slots_text = ", ".join(str(slot + 1) for slot in made.at_limit)
-        lines.append(f"the temperature of slot {slots_text} is at the end of the grid")
+        lines.append(
+            f"the best temperature or offset of slot {slots_text} lies beyond what was tried"
+        )
     return "\n".join(lines)
 
 

@@ -22,7 +22,8 @@ appears only after it was read back: every tensor equal bit for bit, and logits 
 on a fixed input. --target says where the target is, when the files do not.
 
 Where calibration.json lies in the run (see calibrate), the confidence head is written divided by
-its single temperature, for engines that know none; --nocalibrated leaves the head as trained.
+its single temperature, plus its single offset, for engines that know neither; --nocalibrated leaves
+the head as trained.
 
 In short, `--workdir=RUN --to=... --out=DIR` exports a run, and `--from=DIR --workdir=RUN` imports.
 """
@@ -91,8 +92,8 @@ def convert(
       target: where it is, if it moved or the files do not name it.
       embeddings: deepspec: also write the target's embedding and LM head.
       force: replace a former export; write what vLLM cannot run.
-      calibrated: divide the confidence head by the run's single temperature; None does if
-        calibration.json is there and of these weights, True demands it.
+      calibrated: fold the run's single temperature and offset into the confidence head; None does
+        if calibration.json is there and of these weights, True demands it.
 
     Raises:
       UserError: nothing was written.
@@ -179,7 +180,7 @@ def _checked(record: RunRecord, directory: Path, drafter: ImportedDrafter) -> Ta
 def _folded(
     drafter: ImportedDrafter, demanded: bool | None
 ) -> tuple[ImportedDrafter, Calibration | None]:
-    """A run's drafter with its confidence logits divided by the temperature found for it."""
+    """A run's drafter, its confidence with the one temperature and offset found for all slots."""
     path = drafter.directory / calibration.FILE
     if drafter.layout != "orbax" or not path.is_file():
         if demanded:
@@ -195,6 +196,8 @@ def _folded(
     arrays = dict(drafter.arrays)
     for name in ("confidence.weight", "confidence.bias"):
         exact = np.asarray(arrays[name], np.float64) / made.single_temperature
+        if name.endswith("bias"):
+            exact += made.single_offset
         arrays[name] = exact.astype(arrays[name].dtype)
     return dataclasses.replace(drafter, arrays=arrays), made
 
@@ -205,7 +208,10 @@ def _confidence(shape: DrafterShape, made: Calibration | None) -> str:
         return "no head"
     if made is None:
         return "as trained, not calibrated"
-    return f"divided by the temperature {made.single_temperature:.3g} of {calibration.FILE}"
+    return (
+        f"divided by the temperature {made.single_temperature:.3g}, plus {made.single_offset:.3g}, "
+        f"of {calibration.FILE}"
+    )
 
 
 def _write_run(
@@ -329,6 +335,8 @@ if __name__ == "__main__":  # flags too: several commands may be imported into o
         "force", False, "Replace a former export, and write speculators that vLLM cannot run."
     )
     _CALIBRATED = flags.DEFINE_bool(
-        "calibrated", None, "Fold calibration.json's temperature in; default: where there is one."
+        "calibrated",
+        None,
+        "Fold calibration.json in, see above; default: where there is one.",
     )
     run_main(main)

@@ -163,7 +163,7 @@ def test_a_log_gives_back_every_bit_and_refuses_what_is_not_its_own(tmp_path):
 
 def test_an_export_has_the_temperature_folded_in(workdir, tmp_path, capsys):
     made = Calibration.read(workdir / "calibration.json")
-    made = dataclasses.replace(made, single_temperature=1.7)
+    made = dataclasses.replace(made, single_temperature=1.7, single_offset=-0.4)
     made.write(workdir / "calibration.json")
     trained = load_arrays(workdir, 1)
 
@@ -174,8 +174,9 @@ def test_an_export_has_the_temperature_folded_in(workdir, tmp_path, capsys):
 
     for ours, part in zip(exported("folded"), ("weight", "bias"), strict=True):
         wanted = np.asarray(trained[f"confidence.{part}"], np.float64) / 1.7
+        wanted = wanted - 0.4 if part == "bias" else wanted
         np.testing.assert_array_equal(ours.reshape(-1), wanted.astype(np.float32).reshape(-1))
-    assert "divided by the temperature 1.7 of calibration.json" in capsys.readouterr().out
+    assert "divided by the temperature 1.7, plus -0.4, of calibration.json" in capsys.readouterr().out
     assert Calibration.read(tmp_path / "folded" / "calibration.json") == made
     weight, _ = exported("raw", calibrated=False)
     np.testing.assert_array_equal(weight.reshape(-1), np.ravel(trained["confidence.weight"]))

@@ -79,7 +79,7 @@ def read_policy(
                 raise UserError(
                     f"{path} is of step {made.recorded.step}, this is step {step}; calibrate again"
                 )
-            fields["temperatures"] = made.temperatures
+            fields |= {"temperatures": made.temperatures, "offsets": made.offsets}
         else:
             print(f"note: no {path}: the confidence is taken as trained; see calibrate")
     policy = Policy(kind, length, **fields)

@@ -2,8 +2,10 @@
 
 The head's logit z_k stands for the probability that slot k is accepted if all before it are. The
 schedulers live on products of these, the survival of a prefix, and small errors multiply. STS gives
-each slot its own temperature, left to right (DSpark, arXiv 2607.05147). In numpy throughout; what
-serves while decoding is `schedulers.survival`.
+each slot its own temperature, left to right (DSpark, arXiv 2607.05147). A temperature cannot mend a
+head that is too sure on the whole, as one is whose drafter knows its training answers better than
+others; so each slot also has an offset: sigmoid(z_k / T_k + b_k). STS alone is measured beside it.
+In numpy throughout; what serves while decoding is `schedulers.survival`.
 """
 
 import dataclasses
@@ -12,7 +14,7 @@ import math
 import os
 import pathlib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from dspark_jax.core import pictures
 from dspark_jax.core.config import from_mapping
 from dspark_jax.core.errors import UserError
 from dspark_jax.core.metrics import write_atomically
+from dspark_jax.scheduling.recorded import Rounds
 from dspark_jax.scheduling.reliability import (
     BINS,
     auc,
@@ -31,70 +34,9 @@ from dspark_jax.scheduling.reliability import (
 from dspark_jax.weights.safetensors import read_json
 
 FILE = "calibration.json"
-VERSION = 1
+VERSION = 2
 GRID = np.geomspace(0.1, 10.0, 301)  # temperatures 1.5 % apart, 1.0 among them
-
-
-@dataclasses.dataclass(frozen=True)
-class Rounds:
-    """Recorded rounds of N drafts with P slots.
-
-    How many slots a round verifies must have been settled without a look at what became of them,
-    as by every scheduler: slot k is then judged by the rounds that verified it, and only by those.
-    (A round cut before slot k that was rejected even earlier is known to fail at k, but its like
-    that was not rejected is unknown: to take the one and not the other would be a bias.) A draft
-    with a stop id in it counts as verified up to that id, whether or not the target accepted it.
-    """
-
-    logits: np.ndarray  # f[N, P], of the confidence head
-    accepted: np.ndarray  # i[N], drafts before the first rejection, at most `verified`
-    verified: np.ndarray  # i[N], slots the target was asked about, 0..P
-
-    def __post_init__(self) -> None:
-        if self.logits.ndim != 2 or 0 in self.logits.shape:
-            raise UserError(f"recorded rounds: logits {self.logits.shape}: give [rounds, slots]")
-        rounds, slots = self.logits.shape
-        for name in ("accepted", "verified"):
-            counts = getattr(self, name)
-            if counts.shape != (rounds,) or counts.dtype.kind not in "iu":
-                raise UserError(
-                    f"recorded rounds: {name} is {counts.dtype}{list(counts.shape)}; give a whole "
-                    f"number for each of the {rounds} rounds"
-                )
-        self._require(~np.isfinite(self.logits).all(axis=1), "a confidence that is NaN or infinite")
-        self._require(
-            (self.verified < 0) | (self.verified > slots), f"not 0 to {slots} verified slots"
-        )
-        self._require(
-            (self.accepted < 0) | (self.accepted > self.verified),
-            "not 0 to all of its verified slots accepted",
-        )
-
-    @property
-    def slots(self) -> int:
-        """P."""
-        return self.logits.shape[1]
-
-    def take(self, rows: np.ndarray) -> "Rounds":
-        """Some of the rounds, by index or bool[N]."""
-        return Rounds(self.logits[rows], self.accepted[rows], self.verified[rows])
-
-    def counts(self) -> tuple[int, ...]:
-        """For each slot, the rounds that it can be judged by."""
-        return tuple(int((self.verified > slot).sum()) for slot in range(self.slots))
-
-    def check_every_slot(self, what: str) -> None:
-        """Refuses rounds that say nothing of a slot; `what` they are for."""
-        counts = self.counts()
-        if 0 in counts:
-            raise UserError(
-                f"{what}: no recorded round verified slot {counts.index(0)} (counted from 0) of "
-                f"{self.slots}; record rounds that verify whole blocks"
-            )
-
-    def _require(self, bad: np.ndarray, what: str) -> None:
-        if bad.any():
-            raise UserError(f"recorded rounds: round {int(bad.argmax())} has {what}")
+FARTHEST = 20.0  # offset that is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,30 +89,39 @@ class Calibration:
     """Temperatures of one drafter and what they do, on rounds not used for finding them.
 
     Attributes:
-        temperatures: [P]; slot k is accepted, if all before it are, with sigmoid(z_k / T_k).
-        single_temperature: the best that is the same for all slots, for engines that know no
-            temperature: divide the head's weight and bias by it.
+        temperatures, offsets: [P]; slot k is accepted, if all before it are, with
+            sigmoid(z_k / T_k + b_k).
+        single_temperature, single_offset: the best that are the same for all slots, for engines
+            that know neither: divide the head's weight and bias by the one, add the other.
+        sts_temperatures: [P], the best without offsets.
         fit_rounds, heldout_rounds: [P], rounds that verified each slot.
         bins: of the calibration error, of equal width.
-        before, after, after_single: with temperature 1, `temperatures`, `single_temperature`.
+        before, after, after_sts, after_single: as the head says it, and with each of these.
         recorded: drafter, target, data and versions.
     """
 
     temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
     single_temperature: float
+    single_offset: float
+    sts_temperatures: tuple[float, ...]
     fit_rounds: tuple[int, ...]
     heldout_rounds: tuple[int, ...]
     bins: int
     before: Quality
     after: Quality
+    after_sts: Quality
     after_single: Quality
     recorded: Recorded = Recorded()
 
     @property
     def at_limit(self) -> tuple[int, ...]:
-        """Slots whose temperature is the first or last of GRID: the best one lies beyond."""
+        """Slots whose temperature or offset is the last that was tried: the best lies beyond."""
         ends = (float(GRID[0]), float(GRID[-1]))
-        return tuple(slot for slot, value in enumerate(self.temperatures) if value in ends)
+        found = enumerate(zip(self.temperatures, self.offsets, strict=True))
+        return tuple(
+            slot for slot, (value, shift) in found if value in ends or abs(shift) > 0.99 * FARTHEST
+        )
 
     def write(self, path: str | os.PathLike) -> None:
         """Writes calibration.json."""
@@ -200,14 +151,18 @@ class Calibration:
 
     def _check(self, where: str) -> None:
         slots = len(self.temperatures)
-        qualities = (self.before, self.after, self.after_single)
+        qualities = (self.before, self.after, self.after_sts, self.after_single)
+        numbers = [self.offsets, self.sts_temperatures]
         lists = [self.fit_rounds, self.heldout_rounds]
         lists += [values for quality in qualities for values in dataclasses.astuple(quality)]
-        if not slots or any(len(values) != slots for values in lists):
+        if not slots or any(len(values) != slots for values in numbers + lists):
             raise UserError(f"{where}: the lists must have one entry for each slot")
-        for value in (*self.temperatures, self.single_temperature):
+        for value in (*self.temperatures, *self.sts_temperatures, self.single_temperature):
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"{where}: temperature {value}: must be positive")
+        for value in (*self.offsets, self.single_offset):
+            if not math.isfinite(value):
+                raise UserError(f"{where}: offset {value}: must be finite")
         if self.bins < 1 or min(self.fit_rounds + self.heldout_rounds) < 1:
             raise UserError(f"{where}: bins and rounds must be at least 1")
         for values in lists[2:]:
@@ -215,9 +170,12 @@ class Calibration:
                 raise UserError(f"{where}: errors and areas must lie in 0..1")
 
 
-def survival(logits: np.ndarray, temperatures: np.ndarray | Sequence[float] | float) -> np.ndarray:
+Numbers = np.ndarray | Sequence[float] | float
+
+
+def survival(logits: np.ndarray, temperatures: Numbers, offsets: Numbers = 0.0) -> np.ndarray:
     """Predicted probability that slots 0..k are all accepted: f64[N, P]."""
-    return np.cumprod(_sigmoid(np.asarray(logits, np.float64) / temperatures), axis=1)
+    return np.cumprod(_sigmoid(np.asarray(logits, np.float64) / temperatures + offsets), axis=1)
 
 
 def fit_temperatures(rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS) -> np.ndarray:
@@ -229,25 +187,79 @@ def fit_temperatures(rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS) 
     Raises:
         UserError: there is a slot that no round verified.
     """
+    return _fit_slots(rounds, grid, bins, shifted=False)[0]
+
+
+def fit_with_offsets(
+    rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Temperatures and offsets, f64[P] each: STS where every temperature is tried with the offset
+    that makes the mean of the slot's predictions the share that was accepted.
+
+    Raises:
+        UserError: there is a slot that no round verified.
+    """
+    return _fit_slots(rounds, grid, bins, shifted=True)
+
+
+def _fit_slots(rounds: Rounds, grid: np.ndarray, bins: int, shifted: bool):
     rounds.check_every_slot("calibration")
     before = np.ones(len(rounds.logits))
-    temperatures = np.ones(rounds.slots)
+    temperatures, offsets = np.ones(rounds.slots), np.zeros(rounds.slots)
     for slot in range(rounds.slots):
-        known, outcome = _judged(rounds, slot)
-        z, so_far = rounds.logits[known, slot].astype(np.float64), before[known]
+        known, outcome = rounds.judged(slot)
+        logits = rounds.logits[:, slot].astype(np.float64)
+        z, so_far = logits[known], before[known]
+        shifts = np.zeros(len(grid))
+        if shifted:
+            shifts = np.array([_offset(z / value, so_far, outcome.mean()) for value in grid])
         errors = [
-            expected_calibration_error(so_far * _sigmoid(z / value), outcome, bins)
-            for value in grid
+            expected_calibration_error(so_far * _sigmoid(z / value + shift), outcome, bins)
+            for value, shift in zip(grid, shifts, strict=True)
         ]
         temperatures[slot] = _least(errors, grid)
-        before = before * _sigmoid(rounds.logits[:, slot].astype(np.float64) / temperatures[slot])
-    return temperatures
+        offsets[slot] = shifts[np.flatnonzero(grid == temperatures[slot])[0]]
+        before = before * _sigmoid(logits / temperatures[slot] + offsets[slot])
+    return temperatures, offsets
 
 
-def fit_single_temperature(rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS) -> float:
-    """The one temperature for all slots that makes the mean of their calibration errors least."""
+def _offset(z: np.ndarray, so_far: np.ndarray, share: float) -> float:
+    """b such that the mean of so_far * sigmoid(z + b) is `share`, if in reach; by bisection."""
+    low, high = -FARTHEST, FARTHEST
+    for _ in range(36):
+        middle = (low + high) / 2
+        if np.mean(so_far * _sigmoid(z + middle)) < share:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def fit_single(rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS) -> tuple[float, float]:
+    """The one temperature and offset for all slots that make the mean calibration error least.
+
+    Each temperature is tried with offset 0 and with the one that makes the mean length accepted
+    right; only the better of both can be worse than none.
+    """
     rounds.check_every_slot("calibration")
-    return float(_least([_mean_error(rounds, value, bins) for value in grid], grid))
+    best = None
+    wanted = sum(rounds.judged(slot)[1].mean() for slot in range(rounds.slots))
+    for value in sorted(grid, key=lambda value: abs(math.log(value))):
+        for offset in (0.0, _common_offset(rounds, value, wanted)):
+            error = _mean_error(rounds, value, offset, bins)
+            if best is None or error < best[0] - 1e-12:
+                best = error, float(value), float(offset)
+    return best[1:]
+
+
+def _common_offset(rounds: Rounds, temperature: float, wanted: float) -> float:
+    low, high = -FARTHEST, FARTHEST
+    for _ in range(24):
+        middle = (low + high) / 2
+        predicted = survival(rounds.logits, temperature, middle)
+        found = sum(p.mean() for p, _ in rounds.pairs(predicted))
+        low, high = (middle, high) if found < wanted else (low, middle)
+    return (low + high) / 2
 
 
 def calibrate(fit: Rounds, heldout: Rounds, bins: int = BINS) -> Calibration:
@@ -259,29 +271,35 @@ def calibrate(fit: Rounds, heldout: Rounds, bins: int = BINS) -> Calibration:
     if fit.slots != heldout.slots:
         raise UserError(f"calibration: rounds of {fit.slots} slots and of {heldout.slots}")
     heldout.check_every_slot("calibration, held-out rounds")
-    temperatures = fit_temperatures(fit, bins=bins)
-    single = fit_single_temperature(fit, bins=bins)
+    temperatures, offsets = fit_with_offsets(fit, bins=bins)
+    alone, single = fit_temperatures(fit, bins=bins), fit_single(fit, GRID[::6], bins)
     return Calibration(
         temperatures=tuple(temperatures.tolist()),
-        single_temperature=single,
+        offsets=tuple(offsets.tolist()),
+        single_temperature=single[0],
+        single_offset=single[1],
+        sts_temperatures=tuple(alone.tolist()),
         fit_rounds=fit.counts(),
         heldout_rounds=heldout.counts(),
         bins=bins,
-        before=quality(heldout, 1.0, bins),
-        after=quality(heldout, temperatures, bins),
-        after_single=quality(heldout, single, bins),
+        before=quality(heldout, 1.0, bins=bins),
+        after=quality(heldout, temperatures, offsets, bins),
+        after_sts=quality(heldout, alone, bins=bins),
+        after_single=quality(heldout, *single, bins),
     )
 
 
-def quality(rounds: Rounds, temperatures: np.ndarray | float, bins: int = BINS) -> Quality:
-    """Measures the survival that these temperatures predict, each slot on rounds that verified it.
+def quality(
+    rounds: Rounds, temperatures: Numbers, offsets: Numbers = 0.0, bins: int = BINS
+) -> Quality:
+    """Measures the survival that these predict, each slot on rounds that verified it.
 
     Raises:
         UserError: there is a slot that no round verified.
     """
     rounds.check_every_slot("measuring the calibration")
-    predicted = survival(rounds.logits, temperatures)
-    pairs = list(_pairs(rounds, predicted))
+    predicted = survival(rounds.logits, temperatures, offsets)
+    pairs = list(rounds.pairs(predicted))
     return Quality(
         ece=tuple(expected_calibration_error(*pair, bins) for pair in pairs),
         ece_of_perfect=tuple(error_of_perfect(p, bins) for p, _ in pairs),
@@ -310,14 +328,14 @@ def reliability_diagram(
     rounds.check_every_slot("reliability diagram")
     figure = pictures._figure(width=9.2, height=4.2)
     axes = figure.subplots(1, 2, sharey=True)
-    panels = [("Before", 1.0), ("After", calibration.temperatures)]
-    for axis, (title, temperatures) in zip(axes, panels, strict=True):
-        error = _mean_error(rounds, temperatures, calibration.bins)
+    panels = [("Before", 1.0, 0.0), ("After", calibration.temperatures, calibration.offsets)]
+    for axis, (title, *found) in zip(axes, panels, strict=True):
+        error = _mean_error(rounds, *found, calibration.bins)
         title = f"{title}: calibration error {100 * error:.1f} %"
         share = "share accepted" if axis is axes[0] else ""
         pictures._style(axis, title, "predicted survival", share)
         axis.plot([0, 1], [0, 1], color="grey", linewidth=1.0, linestyle="--")
-        pairs = _pairs(rounds, survival(rounds.logits, temperatures))
+        pairs = rounds.pairs(survival(rounds.logits, *found))
         for slot, pair in enumerate(pairs):
             x, y, sizes = reliability(*pair, calibration.bins)
             colour = pictures.COLOURS[slot % len(pictures.COLOURS)]
@@ -333,30 +351,15 @@ def reliability_diagram(
     pictures._save(figure, out_png)
 
 
-def _judged(rounds: Rounds, slot: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which rounds verified the slot, bool[N], and whether those accepted it and all before."""
-    known = rounds.verified > slot
-    return known, (rounds.accepted[known] > slot).astype(np.float64)
-
-
-def _pairs(rounds: Rounds, predicted: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Slot by slot, the predictions f[N, P] that can be judged, and the outcomes."""
-    for slot in range(rounds.slots):
-        known, outcome = _judged(rounds, slot)
-        yield predicted[known, slot], outcome
-
-
-def _mean_error(
-    rounds: Rounds, temperatures: np.ndarray | Sequence[float] | float, bins: int
-) -> float:
+def _mean_error(rounds: Rounds, temperatures: Numbers, offsets: Numbers, bins: int) -> float:
     """Mean over slots of the calibration error."""
-    pairs = _pairs(rounds, survival(rounds.logits, temperatures))
+    pairs = rounds.pairs(survival(rounds.logits, temperatures, offsets))
     return float(np.mean([expected_calibration_error(*pair, bins) for pair in pairs]))
 
 
 def _least(errors: Sequence[float], grid: np.ndarray) -> float:
     errors = np.asarray(errors)
-    best = grid[errors <= errors.min() + 1e-12]
+    best = grid[errors <= errors.min() + 1e-8]
     return best[np.abs(np.log(best)).argmin()]
 
 

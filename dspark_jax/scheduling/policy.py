@@ -37,6 +37,7 @@ class Policy:
     threshold: float = dataclasses.field(default=0.5, metadata={"static": True})
     highest: float = dataclasses.field(default=0.9, metadata={"static": True})
     temperatures: Any = None  # f32[P] of the confidence, see calibration; None = 1
+    offsets: Any = None  # f32[P], None = 0
     costs: CostTable | None = None  # of a round that drafts, by tokens of the target's pass
     plain: CostTable | None = None  # of one that does not; None = never switches off
 
@@ -109,7 +110,8 @@ def choose(
     survival = jnp.zeros((usable.shape[0], proposals))
     if confidence_logits is not None:
         temperatures = 1.0 if policy.temperatures is None else jnp.asarray(policy.temperatures)
-        confidence = schedulers.confidence(confidence_logits, temperatures)
+        offsets = 0.0 if policy.offsets is None else jnp.asarray(policy.offsets)
+        confidence = schedulers.confidence(confidence_logits, temperatures, offsets)
         survival = schedulers.survival(confidence, usable)
     if policy.kind == "fixed":
         return Choice(schedulers.fixed_length(usable, policy.length), survival, none)

@@ -82,14 +82,16 @@ class CostTable:
         return 1.0 / self.step_seconds(tokens)
 
 
-def confidence(logits: jax.Array, temperatures: jax.Array) -> jax.Array:
+def confidence(
+    logits: jax.Array, temperatures: jax.Array, offsets: jax.Array | float = 0.0
+) -> jax.Array:
     """Calibrated probability of each slot to be accepted if all before it are: f32[R, P].
 
     Args:
         logits: f32[R, P] of the confidence head; NaN gives 0, a slot not worth verifying.
-        temperatures: f32[P] or f32[], see `calibration`.
+        temperatures, offsets: f32[P] or f32[], see `calibration`.
     """
-    c = jax.nn.sigmoid(logits.astype(jnp.float32) / temperatures)
+    c = jax.nn.sigmoid(logits.astype(jnp.float32) / temperatures + offsets)
     return jnp.where(jnp.isnan(c), 0.0, c)
 
 
