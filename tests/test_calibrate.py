@@ -176,7 +176,8 @@ def test_an_export_has_the_temperature_folded_in(workdir, tmp_path, capsys):
         wanted = np.asarray(trained[f"confidence.{part}"], np.float64) / 1.7
         wanted = wanted - 0.4 if part == "bias" else wanted
         np.testing.assert_array_equal(ours.reshape(-1), wanted.astype(np.float32).reshape(-1))
-    assert "divided by the temperature 1.7, plus -0.4, of calibration.json" in capsys.readouterr().out
+    said = "divided by the temperature 1.7, plus -0.4, of calibration.json"
+    assert said in capsys.readouterr().out
     assert Calibration.read(tmp_path / "folded" / "calibration.json") == made
     weight, _ = exported("raw", calibrated=False)
     np.testing.assert_array_equal(weight.reshape(-1), np.ravel(trained["confidence.weight"]))
