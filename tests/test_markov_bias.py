@@ -323,7 +323,7 @@ def test_what_is_not_supported_is_said(monkeypatch):
 def test_default_follows_the_backend(monkeypatch, backend, name):
     logits, _, w1, w2, _ = make((4,), 30, 30, 8)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    assert op._choose(None, logits, w1, w2) == name
+    assert op.choose(None, logits, w1, w2) == name
 
 
 @pytest.mark.accelerator

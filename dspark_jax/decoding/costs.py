@@ -18,8 +18,10 @@ import numpy as np
 from dspark_jax.core.sharding import place, spec
 from dspark_jax.decoding.plain import PlainState, plain_step
 from dspark_jax.decoding.rounds import RoundState, draft_head, speculative_round, start
-from dspark_jax.decoding.sampling import Purpose, SamplingParams, purpose_key, sample
+from dspark_jax.decoding.sampling import SamplingParams
+from dspark_jax.decoding.slots import propose_slots
 from dspark_jax.decoding.verify import verify, verify_greedy
+from dspark_jax.kernels.best_token import best_token
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.drafter import Drafter
 from dspark_jax.models.target import Target, TargetHead
@@ -106,7 +108,7 @@ def round_costs(
         "draft_chain": lambda s: (s, _chain(drafter, base, hidden, s.anchor, lengths, params)),
         "verify": check,
         "extend": extend,
-        "round": lambda s: (_round(target, drafter, head, s, params, *limits), 0),
+        "round": lambda s: (rewound_round(target, drafter, head, s, params, *limits), 0),
     }
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for repeat in range(repeats + 1):
@@ -139,33 +141,18 @@ def _plain_step(target: Target, state: PlainState, params, stop_ids, max_tokens)
 @jax.jit
 def _backbone(drafter: Drafter, head: TargetHead, anchor: jax.Array, cache: KVCache) -> jax.Array:
     first = drafter.config.block_size - drafter.config.num_proposals
-    return drafter.draft_hidden(head, anchor, cache)[:, first:]
+    return jnp.swapaxes(drafter.draft_hidden(head, anchor, cache)[:, first:], 0, 1)
 
 
 @jax.jit
 def _base_logits(head: TargetHead, hidden: jax.Array) -> jax.Array:
-    return _whole(head.logits(hidden))
+    return head.logits(hidden, (None, "batch"))
 
 
 @jax.jit
 def _chain(drafter: Drafter, base, hidden, anchor, lengths, params: SamplingParams):
-    """The sequential part of `rounds.propose`."""
-    slots = jnp.arange(hidden.shape[1])
-    keys = purpose_key(params.seed[:, None], lengths[:, None], Purpose.PROPOSE, slots)
-
-    def slot(carry, xs):
-        prev, state = carry
-        logits, hidden, key = xs
-        if drafter.config.markov_rank:
-            logits, state = drafter.markov.biased(logits, prev, hidden, state)
-        token, probs = sample(logits, params, key)
-        token = drafter.to_target(token)
-        return (token, state), (token, None if params.greedy else drafter.scatter(probs))
-
-    state = drafter.markov.state(anchor.shape[0]) if drafter.config.markov_rank else None
-    by_slot = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (base, hidden, keys))
-    _, outputs = jax.lax.scan(slot, (anchor, state), by_slot)
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
+    drafts, _, probs = propose_slots(drafter, base, hidden, anchor, lengths, params)
+    return drafts, probs
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
@@ -174,7 +161,7 @@ def _verify(target: Target, drafter: Drafter, cache: KVCache, anchor, drafts, pr
     output = target(block, cache=cache, taps=drafter.config.target_layer_ids)
     logits = _whole(target.head.logits(output.hidden))
     if params.greedy:
-        result = verify_greedy(jnp.argmax(logits, axis=-1).astype(jnp.int32), drafts)
+        result = verify_greedy(best_token(logits), drafts)
     else:
         p = params.distribution(logits)
         result = verify(p, drafts, probs, cache.length + 1, params.seed)
@@ -187,7 +174,10 @@ def _extend(drafter: Drafter, cache: KVCache, taps: jax.Array) -> KVCache:
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def _round(target: Target, drafter: Drafter, head, state: RoundState, params, stop_ids, max_tokens):
+def rewound_round(
+    target: Target, drafter: Drafter, head, state: RoundState, params, stop_ids, max_tokens
+) -> RoundState:
+    """`speculative_round` with the lengths put back, so that it may be repeated for timing."""
     after = speculative_round(target, drafter, head, state, params, stop_ids, max_tokens)
     return dataclasses.replace(
         after,

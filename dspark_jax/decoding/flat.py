@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.core.sharding import spec
-from dspark_jax.decoding.distribution import best_token
 from dspark_jax.decoding.plain import prefill
 from dspark_jax.decoding.rounds import Draft, propose
 from dspark_jax.decoding.sampling import SamplingParams, rows_finite
 from dspark_jax.decoding.shaping import Shaping
 from dspark_jax.decoding.verify import Reason, at_slot, truncate, verify, verify_greedy
+from dspark_jax.kernels.best_token import best_token
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.drafters import AnyDrafter
 from dspark_jax.models.eagle3 import Eagle3State

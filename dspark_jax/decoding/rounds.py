@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from dspark_jax.core.sharding import spec
-from dspark_jax.decoding import sampling
 from dspark_jax.decoding.chain import propose_chain
 from dspark_jax.decoding.plain import Generated, prefill
-from dspark_jax.decoding.sampling import Purpose, SamplingParams, purpose_key, rows_finite
+from dspark_jax.decoding.sampling import SamplingParams, rows_finite
 from dspark_jax.decoding.shaping import Shaping
+from dspark_jax.decoding.slots import propose_slots
 from dspark_jax.decoding.verify import Reason, at_slot, truncate, verify, verify_greedy
+from dspark_jax.kernels.best_token import best_token
 from dspark_jax.models.cache import KVCache
 from dspark_jax.models.drafters import AnyDrafter
 from dspark_jax.models.eagle3 import Eagle3Drafter, Eagle3State
@@ -164,35 +165,10 @@ def propose(
         return Draft(*chain, None)
     first = drafter.config.block_size - drafter.config.num_proposals  # 1 in fill-in mode
     hidden = drafter.draft_hidden(head, anchor, cache)[:, first:]
-    base = _whole_vocabulary(head.logits(hidden))
-    keys = purpose_key(
-        params.seed[:, None],
-        cache.length[:, None],
-        Purpose.PROPOSE,
-        jnp.arange(hidden.shape[1]),
-    )
-
-    def slot(carry, xs):
-        prev, state, shaping = carry
-        logits, hidden, key, index = xs
-        if drafter.config.markov_rank:
-            logits, state = drafter.markov.biased(logits, prev, hidden, state)
-        if shaping is not None:
-            logits = shaping.logits(logits[:, None], params, emitted + index)[:, 0]
-        token, probs = sampling.propose(logits, params, key)
-        if shaping is not None:
-            shaping = shaping.said(token[:, None], jnp.ones_like(token))
-        token = drafter.to_target(token)
-        probs = None if probs is None else drafter.scatter(probs)
-        return (token, state, shaping), (token, prev, probs)
-
-    state = None
-    if drafter.config.markov_rank:
-        state = drafter.markov.state(anchor.shape[0])
-    by_slot = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (base, hidden, keys))
-    by_slot = (*by_slot, jnp.arange(hidden.shape[1]))
-    _, outputs = jax.lax.scan(slot, (anchor, state, shaping), by_slot)
-    tokens, prev, probs = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
+    by_slot = jnp.swapaxes(hidden, 0, 1)  # so that no slot's logits are copied
+    base = head.logits(by_slot, (None, "batch"))
+    said = shaping, emitted
+    tokens, prev, probs = propose_slots(drafter, base, by_slot, anchor, cache.length, params, *said)
     confidence = None
     if drafter.config.confidence_head:
         rows = drafter.markov.rows(prev) if drafter.config.markov_rank else None
@@ -264,8 +240,7 @@ def recorded_round(
 
     # 3. Accept left to right; slot k decides the token at anchor_at + 1 + k.
     if params.greedy:
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        result = verify_greedy(best, draft.tokens, lengths)
+        result = verify_greedy(best_token(logits), draft.tokens, lengths)
     else:
         p, at = params.distribution(logits), anchor_at + 1
         result = verify(p, draft.tokens, draft.probs, at, params.seed, lengths=lengths)

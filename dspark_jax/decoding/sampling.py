@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.core.errors import UserError
-from dspark_jax.decoding.distribution import best_token, distribution
+from dspark_jax.decoding.distribution import distribution
+from dspark_jax.kernels.best_token import best_token
 
 NO_TOKEN = 2**31 - 1  # filler of `bias_ids`: beyond every vocabulary, where scatters drop it
 

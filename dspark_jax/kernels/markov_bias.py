@@ -40,7 +40,7 @@ def markov_bias_reference(logits: Array, prev: Array, w1: Array, w2: Array) -> A
 
 def latent_bias_reference(logits: Array, latent: Array, w2: Array) -> Array:
     """`latent_bias` in plain jnp, for one device."""
-    bias = _dot(latent.astype(w2.dtype), w2, latent.ndim - 1, 1)
+    bias = exact_dot(latent.astype(w2.dtype), w2, latent.ndim - 1, 1)
     return (logits.astype(jnp.float32) + bias).astype(logits.dtype)
 
 
@@ -85,14 +85,14 @@ def markov_bias(
     """
     if prev.shape != logits.shape[:-1]:
         raise ValueError(f"prev {prev.shape} is not the leading shape of logits {logits.shape}")
-    implementation = _choose(implementation, logits, w1, w2)
-    rank = jax.typeof(w1).sharding.spec[1] if _mesh_is_explicit() else None
+    implementation = choose(implementation, logits, w1, w2)
+    rank = jax.typeof(w1).sharding.spec[1] if mesh_is_explicit() else None
     if rank is None:
         return _place_and_add(logits, prev, w1, w2, implementation)
     # Each device looks up its columns, for all the rows of whose latents it will have a part; in
     # float32, so that the gradient sums repeated ids in float32.
     *batch, _ = jax.typeof(logits).sharding.spec
-    ids = P(*[None] * prev.ndim) if set(_names(rank)) & set(_names(*batch)) else P(*batch)
+    ids = P(*[None] * prev.ndim) if set(axis_names(rank)) & set(axis_names(*batch)) else P(*batch)
     lookup = jax.shard_map(_rows, in_specs=(P(None, rank), ids), out_specs=P(*ids, rank))
     latent = lookup(jax.reshard(w1, P(None, rank)).astype(jnp.float32), jax.reshard(prev, ids))
     return _place_and_add(logits, None, latent, w2, implementation)
@@ -114,11 +114,11 @@ def latent_bias(
     """
     if latent.shape[:-1] != logits.shape[:-1]:
         raise ValueError(f"latent {latent.shape} and logits {logits.shape} differ in leading dims")
-    implementation = _choose(implementation, logits, latent, w2)
+    implementation = choose(implementation, logits, latent, w2)
     return _place_and_add(logits, None, latent, w2, implementation)
 
 
-def _choose(implementation: Implementation | None, logits, source, w2) -> Implementation:
+def choose(implementation: Implementation | None, logits, source, w2) -> Implementation:
     """The implementation to run; source is what holds the latents, w1 or [..., R]."""
     if w2.shape != (logits.shape[-1], source.shape[-1]):
         raise ValueError(f"w2 {w2.shape} is not [V, R] = {(logits.shape[-1], source.shape[-1])}")
@@ -163,22 +163,24 @@ class _Layout:
         return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _mesh_is_explicit() -> bool:
+def mesh_is_explicit() -> bool:
+    """Whether arrays say on which devices their parts lie."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
-def _names(*spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return tuple(jax.tree.leaves(spec))  # the mesh axes in it
+def axis_names(*spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in a part of a PartitionSpec."""
+    return tuple(jax.tree.leaves(spec))
 
 
 def _place_and_add(logits, prev, source, w2, implementation):
     """`_bias` of operands that are first resharded to lie where the logits want them."""
-    if not _mesh_is_explicit():
+    if not mesh_is_explicit():
         return _bias(logits, prev, source, w2, implementation, _Layout())
     *batch, v = spec = jax.typeof(logits).sharding.spec
     specs = (P(*batch), P(*batch, None) if prev is None else P(None, None), P(v, None))
     operands = jax.reshard((prev, source, w2), specs)
-    layout = _Layout(spec, *specs, batch_axes=_names(*batch), vocab_axes=_names(v))
+    layout = _Layout(spec, *specs, batch_axes=axis_names(*batch), vocab_axes=axis_names(v))
     return _bias(logits, *operands, implementation, layout)
 
 
@@ -200,8 +202,10 @@ def _bias_bwd(implementation, layout, saved, g):
         latent = source if prev is None else _rows(source, prev)
         flat_g = g.reshape(-1, g.shape[-1]).astype(w2.dtype)
         flat_latent = latent.reshape(-1, latent.shape[-1]).astype(w2.dtype)
-        d_w2 = jax.lax.psum(_dot(flat_g, flat_latent, 0, 0), layout.batch_axes)
-        d_source = jax.lax.psum(_dot(flat_g, w2, 1, 0), layout.vocab_axes).reshape(latent.shape)
+        d_w2 = jax.lax.psum(exact_dot(flat_g, flat_latent, 0, 0), layout.batch_axes)
+        d_source = jax.lax.psum(exact_dot(flat_g, w2, 1, 0), layout.vocab_axes).reshape(
+            latent.shape
+        )
         if prev is not None:
             d_source = jax.lax.psum(_add_rows(source, prev, d_source), layout.batch_axes)
         return d_source.astype(source.dtype), d_w2.astype(w2.dtype)
@@ -224,7 +228,7 @@ def _add_rows(w1, prev, g):
     return jnp.zeros(w1.shape, jnp.float32).at[prev].add(g.astype(jnp.float32))
 
 
-def _dot(a, b, a_axis, b_axis):
+def exact_dot(a, b, a_axis, b_axis):
     """The product over one axis of each, summed in float32; exact for float32 on every chip."""
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     contract = (((a_axis,), (b_axis,)), ((), ()))
@@ -294,7 +298,7 @@ def _mosaic(logits, prev, source, w2, *, interpret=False):
 
 
 def _mosaic_latent_kernel(logits_ref, latent_ref, w2_ref, out_ref, *, w2_axis):
-    bias = _dot(latent_ref[...].astype(w2_ref.dtype), w2_ref[...], 1, w2_axis)
+    bias = exact_dot(latent_ref[...].astype(w2_ref.dtype), w2_ref[...], 1, w2_axis)
     out_ref[...] = (logits_ref[...].astype(jnp.float32) + bias).astype(out_ref.dtype)
 
 
@@ -352,7 +356,7 @@ def _triton_kernel(logits_ref, prev_ref, w1_ref, w2_ref, out_ref, *, block_n, bl
         at_w1, at_w2 = (ids[:, None], rank[None, :]), (cols[:, None], rank[None, :])
         latent = plgpu.load(w1_ref.at[at_w1], mask=(rows < n)[:, None] & inside, other=0)
         w2 = plgpu.load(w2_ref.at[at_w2], mask=(cols < v)[:, None] & inside, other=0)
-        return bias + _dot(latent.astype(w2.dtype), w2, 1, 1)
+        return bias + exact_dot(latent.astype(w2.dtype), w2, 1, 1)
 
     bias = jnp.zeros((block_n, block_v), jnp.float32)
     bias = jax.lax.fori_loop(0, pl.cdiv(r, block_r), add, bias)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dspark_jax.core.sharding import gather_rows, param, spec
+from dspark_jax.kernels.markov_best import markov_best
 from dspark_jax.kernels.markov_bias import latent_bias, markov_bias
 
 
@@ -104,12 +105,35 @@ class MarkovHead(nnx.Module):
         """
         if self.kind == "vanilla":
             return markov_bias(logits, prev, self.w1[...], self.w2[...]), state
-        rows = self.rows(prev[:, None])[:, 0]
-        if self.kind == "gated":
-            latent = self._gated(rows, hidden)
-        else:
-            state, latent = self._rnn(state, rows, hidden)
+        latent, state = self._latent(prev, hidden, state)
         return latent_bias(logits, latent, self.w2[...]), state
+
+    def best(
+        self,
+        logits: jax.Array,
+        slot: jax.Array,
+        prev: jax.Array,
+        hidden: jax.Array,
+        state: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The argmax of what `biased` gives, i32[B] draft ids, without making it; the next state.
+
+        Args:
+          logits: f32[G, B, V_d] of all slots; slot: i32[], which of them.
+          prev, hidden, state: as for `biased`.
+        """
+        latent, state = self._latent(prev, hidden, state)
+        return markov_best(logits, slot, latent, self.w2[...]), state
+
+    def _latent(self, prev, hidden, state) -> tuple[jax.Array, jax.Array]:
+        """Of one slot, f32[B, R], and the next state."""
+        rows = self.rows(prev[:, None])[:, 0]
+        if self.kind == "vanilla":
+            return rows, state
+        if self.kind == "gated":
+            return self._gated(rows, hidden), state
+        state, latent = self._rnn(state, rows, hidden)
+        return latent, state
 
     def _gated(self, rows: jax.Array, hidden: jax.Array) -> jax.Array:
         inputs = jnp.concatenate([hidden.astype(jnp.float32), rows], axis=-1)

@@ -22,15 +22,21 @@ _DIGIT_ROWS = 64  # up to so many rows XLA:CPU multiplies int8 faster than what 
 
 
 def linear(
-    x: jax.Array, weight: jax.Array, scale: jax.Array | None, out: str | None, dtype=None
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    out: str | None,
+    dtype=None,
+    leading: tuple[str | None, str | None] = ("batch", None),
 ) -> jax.Array:
     """x [B, T, I] @ weight [O, I].T -> [B, T, O]; `out` = logical axis of O.
 
     Args:
       scale: f32[O] of an int8 weight; None = the weight is a float.
       dtype: of the result, as which a product with floats is summed; None = that of x.
+      leading: logical axes of the first two dimensions.
     """
-    axes = ("batch", None, out)
+    axes = (*leading, out)
     rows = x.shape[0] * x.shape[1]
     on_cpu = platform() == "cpu"
     if scale is None:
@@ -58,11 +64,13 @@ def _weight_first(x: jax.Array, weight: jax.Array, axes: tuple[str | None, ...])
     XLA:CPU's product packs its right-hand side first: as such the weight costs twice its reading.
     """
     batch, length, _ = x.shape
-    padded = -(-length // (step := 4 // math.gcd(batch, 4))) * step
-    if batch * (padded - length) < 4:
-        x = jnp.pad(x, ((0, 0), (0, padded - length), (0, 0)))
+    free = 0 if axes[0] is None else 1  # a dimension that no mesh axis cuts
+    size, others = x.shape[free], x.shape[1 - free]
+    padded = -(-size // (step := 4 // math.gcd(others, 4))) * step
+    if others * (padded - size) < 4:
+        x = jnp.pad(x, [(0, padded - size if axis == free else 0) for axis in range(3)])
     found = einsum("oi,bti->obt", weight, x, out=(axes[2], *axes[:2]))
-    return found.transpose(1, 2, 0)[:, :length]
+    return found.transpose(1, 2, 0)[:batch, :length]
 
 
 def _by_digits(x: jax.Array, weight: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:

@@ -52,9 +52,12 @@ class TargetHead:
             rows = jax.lax.reduce_precision(rows, kind.nexp, kind.nmant)
         return rows.astype(dtype)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Post-norm hidden [B, T, D] -> logits [B, T, V], float32, capped."""
-        return soft_cap(linear(hidden, self.weight, None, "vocab", jnp.float32), self.softcap)
+    def logits(
+        self, hidden: jax.Array, axes: tuple[str | None, str | None] = ("batch", None)
+    ) -> jax.Array:
+        """Post-norm hidden [B, T, D] -> logits [B, T, V], float32, capped; or with other `axes`."""
+        found = linear(hidden, self.weight, None, "vocab", jnp.float32, axes)
+        return soft_cap(found, self.softcap)
 
 
 @jax.tree_util.register_dataclass
