@@ -49,7 +49,6 @@ from dspark_jax.scheduling.simulation import Trace, accepted_drafts, simulate
 from dspark_jax.scheduling.step_costs import StepCosts
 from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
 
-WIDTH = 64  # longest prompt
 SIMULATED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 MULTIPLES = (1, 1.5, 2, 3, 4, 6, 8)  # sizes of a pass, in rows
 
@@ -62,6 +61,7 @@ class Study:
     tasks: str
     concurrency: tuple[int, ...]
     prompts_per_set: int
+    max_prompt_tokens: int
     max_new_tokens: int
     threshold: float
     rounds: int
@@ -71,7 +71,7 @@ class Study:
     @property
     def context(self) -> int:
         """Tokens that a row can hold."""
-        return WIDTH + self.max_new_tokens
+        return self.max_prompt_tokens + self.max_new_tokens
 
 
 def sizes_for(rows: int, proposals: int) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class Models:
         self.drafter = load_drafter(record, study.workdir, choose_step(study.workdir, "best"))
         sets = read_sets(
             self.target, study.tasks, split="test", per_set=study.prompts_per_set,
-            max_prompt_tokens=WIDTH, seed=0,
+            max_prompt_tokens=study.max_prompt_tokens, seed=0,
         )  # fmt: skip
         # From every set in turn, so that any stretch has all of them.
         by_turn = itertools.zip_longest(*(one.prompts for one in sets))
@@ -155,7 +155,7 @@ def recorded(models: Models, prompts: list, study: Study, batch: int) -> list:
     head, live = draft_head(target, drafter), place(np.arange(batch) < len(prompts), "batch")
     tokens = []
     for row, ids in enumerate(prompts):
-        padded = np.zeros((1, WIDTH), np.int32)
+        padded = np.zeros((1, study.max_prompt_tokens), np.int32)
         padded[0, : len(ids)] = ids
         rows, emitted = join(
             target, drafter, rows, np.int32(row), place(padded, "batch", None),
@@ -385,6 +385,7 @@ def main() -> None:
         tasks=_TASKS.value,
         concurrency=tuple(int(number) for number in _CONCURRENCY.value),
         prompts_per_set=_PROMPTS.value,
+        max_prompt_tokens=_LONGEST.value,
         max_new_tokens=_NEW.value,
         threshold=_THRESHOLD.value,
         rounds=_ROUNDS.value,
@@ -410,6 +411,7 @@ if __name__ == "__main__":
                               "What to do.")  # fmt: skip
     _CONCURRENCY = flags.DEFINE_list("concurrency", ["1", "4", "16", "64"], "Requests at a time.")
     _PROMPTS = flags.DEFINE_integer("prompts_per_set", 8, "Prompts of each set.")
+    _LONGEST = flags.DEFINE_integer("max_prompt_tokens", 192, "Longer prompts are left out.")
     _NEW = flags.DEFINE_integer("max_new_tokens", 64, "Tokens of an answer at most.")
     _THRESHOLD = flags.DEFINE_float("threshold", 0.5, "Of the static threshold.")
     _ROUNDS = flags.DEFINE_integer("rounds", 20, "Of each policy before the next has its turn.")
