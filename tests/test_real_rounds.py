@@ -23,7 +23,7 @@ from test_shaping import Asked
 
 from dspark_jax.core.config import DrafterConfig
 from dspark_jax.core.sharding import place
-from dspark_jax.decoding import rounds, sampling
+from dspark_jax.decoding import rounds, sampling, slots
 from dspark_jax.decoding.sampling import Purpose
 from dspark_jax.models.drafter import Drafter, DrafterShape
 from dspark_jax.models.target import Target
@@ -59,7 +59,7 @@ class Forced:
 
     def purpose_key(self, seed, position, purpose, slot=0):
         if purpose == Purpose.PROPOSE:
-            return self.drafts
+            return jnp.swapaxes(self.drafts, 0, 1)
         if purpose == Purpose.ACCEPT:
             return self.uniforms
         return jnp.zeros_like(seed, jnp.float32)
@@ -94,7 +94,7 @@ def error(monkeypatch, asked, policy, rows=2, greedy_drafts=False):
         def one(path):
             forced = Forced(*path)
             with pytest.MonkeyPatch.context() as patch:
-                for module in (rounds, sampling):
+                for module in (slots, sampling):
                     patch.setattr(module, "purpose_key", forced.purpose_key)
                 patch.setattr(sampling, "draw", forced.draw)
                 patch.setattr(sampling, "uniform", lambda keys: keys)
