@@ -129,9 +129,14 @@ async def _json(request: Request, limit: int) -> Any:
     except ClientDisconnect:
         raise ApiError(400, "the client left in the middle of its request") from None
     try:
-        return json.loads(body)
+        found = json.loads(body)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # "\ud800" is JSON, but no text that could be answered
+        half = ascii(error.object[error.start])
+        raise ApiError(400, f"the body has half of a surrogate pair, {half}: no text") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+    return found
 
 
 async def _unless_gone(request: Request, answer: Any) -> Response:
