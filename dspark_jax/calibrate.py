@@ -342,6 +342,9 @@ def _check(request: Request, run_record: RunRecord) -> None:
         raise UserError(f"--top_p={request.top_p}: above 0, up to 1 (off)")
     if not (request.record or request.costs):
         raise UserError("--norecord and --nocosts leave nothing to do; leave one of them out")
+    most = run_record.target_config.max_positions
+    if request.costs and request.context + run_record.config.drafter.num_proposals + 1 > most:
+        raise UserError(f"--context={request.context}: the target has only {most} positions")
     if not request.batches or min(request.batches) < 1:
         raise UserError("--batches: give numbers of rows from 1, as in 1,8,32")
 

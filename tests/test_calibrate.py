@@ -326,6 +326,7 @@ def test_a_scheduler_changes_no_greedy_text(workdir, scheduler):
         ({"record": False, "costs": False}, "nothing to do"),
         ({"rounds": 0}, "--rounds=0"),
         ({"batches": (0,)}, "--batches"),
+        ({"context": 256, "costs": True}, "--context=256: the target has only 256 positions"),
         ({"step": "9"}, "no checkpoint"),
         ({"prompts": ""}, "give --prompts=FILES"),
         ({"max_new_tokens": 300}, "only 256 positions"),
