@@ -258,6 +258,11 @@ def summary(made: Calibration) -> str:
         "chance: the error that true predictions would show on as many rounds; the means of "
         "temperature and offset are those for all slots",
     ]
+    if made.after.mean_ece > made.before.mean_ece:
+        lines.append(
+            "warning: on the held-out rounds this is worse than the head as it was trained; record "
+            "more (--prompts, --samples, --rounds) or delete the file"
+        )
     if made.at_limit:
         slots_text = ", ".join(str(slot + 1) for slot in made.at_limit)
         lines.append(
@@ -333,6 +338,13 @@ def _check(request: Request, run_record: RunRecord) -> None:
             raise UserError(f"--{name}={getattr(request, name)}: at least 1")
     if not math.isfinite(request.temperature) or request.temperature < 0:
         raise UserError(f"--temperature={request.temperature}: 0 or more")
+    if not 0 < request.top_p <= 1:
+        raise UserError(f"--top_p={request.top_p}: above 0, up to 1 (off)")
+    if not (request.record or request.costs):
+        raise UserError("--norecord and --nocosts leave nothing to do; leave one of them out")
+    most = run_record.target_config.max_positions
+    if request.costs and request.context + run_record.config.drafter.num_proposals + 1 > most:
+        raise UserError(f"--context={request.context}: the target has only {most} positions")
     if not request.batches or min(request.batches) < 1:
         raise UserError("--batches: give numbers of rows from 1, as in 1,8,32")
 

@@ -26,6 +26,7 @@ from dspark_jax.data.opened import OpenedTarget, check_drafter, open_target_of
 from dspark_jax.decoding.costs import RoundCosts, round_costs
 from dspark_jax.decoding.evaluation import Decoding, Measured, PromptSet, read_sets, run_sets
 from dspark_jax.decoding.figures import agreement, macro_length, set_result, speed
+from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.models.drafter import Drafter
 from dspark_jax.scheduling.by_name import HELP, read_policy
 from dspark_jax.scheduling.policy import Policy
@@ -67,6 +68,7 @@ def run(request: Request, workdir: Path, out: Path) -> dict[str, Any]:
     )
     _check(request)
     step = choose_step(workdir, request.step)
+    policy = _policy(request, workdir, record, step)  # before what takes long
     with jax.set_mesh(mesh_here(config.mesh.fsdp, config.mesh.tp)):
         target = open_target_of(config, request.target)
         check_same_target(record.fingerprint, target.fingerprint, f"the drafter of {workdir}")
@@ -87,7 +89,7 @@ def run(request: Request, workdir: Path, out: Path) -> dict[str, Any]:
             batch_size=request.batch_size,
             seed=request.seed,
             plain=request.plain,
-            policy=_policy(request, workdir, record, step),
+            policy=policy,
         )
         measured = run_sets(target, drafter, sets, how)
         costs = None
@@ -221,6 +223,7 @@ def _check(request: Request) -> None:
     for name in ("prompts_per_set", "max_new_tokens", "max_prompt_tokens", "batch_size"):
         if getattr(request, name) < 1:
             raise UserError(f"--{name}={getattr(request, name)}: at least 1")
+    SamplingParams.make(1, request.temperature, top_p=request.top_p, seeds=0)  # refuses bad ones
 
 
 def _longest_prompt(request: Request, record: RunRecord) -> int:

@@ -98,9 +98,25 @@ def run(
     check_stops(options.stop)
     if options.scheduler == "off":
         options = dataclasses.replace(options, speculate=False)
+    elif options.scheduler != "all" and not options.speculate:
+        raise UserError(
+            f"--scheduler={options.scheduler} with --nospeculate: plain decoding has no drafts to "
+            "choose from; leave one of them out"
+        )
     record = read_record(workdir)
     config = record.config
-    step = choose_step(workdir, options.step) if options.speculate else 0
+    step, policy = 0, None
+    if options.speculate:  # the policy before what takes long
+        step = choose_step(workdir, options.step)
+        policy = read_policy(
+            options.scheduler,
+            workdir,
+            step=step,
+            proposals=config.drafter.num_proposals,
+            has_confidence=config.drafter.confidence_head,
+            rows=1,
+            force=options.force_costs,
+        )
     with jax.set_mesh(mesh_here(config.mesh.fsdp, config.mesh.tp)):
         params = SamplingParams.make(
             jax.sharding.get_mesh().shape["fsdp"],
@@ -121,18 +137,7 @@ def run(
         check_same_target(record.fingerprint, target.fingerprint, f"the drafter in {workdir}")
         check_drafter(record.shape, target, f"{workdir}/config.json: ", record.fingerprint)
         prompts = [_prompt_ids(target, conversation, options) for conversation in conversations]
-        drafter = policy = None
-        if options.speculate:
-            drafter = load_drafter(record, workdir, step)
-            policy = read_policy(
-                options.scheduler,
-                workdir,
-                step=step,
-                proposals=config.drafter.num_proposals,
-                has_confidence=config.drafter.confidence_head,
-                rows=1,
-                force=options.force_costs,
-            )
+        drafter = load_drafter(record, workdir, step) if options.speculate else None
         decoder = Streaming(
             target, drafter, params, options.max_new_tokens, max(map(len, prompts)), policy
         )
@@ -232,12 +237,19 @@ def _figures(answer: Answer) -> str:
 
 def _biases(pairs: Sequence[str]) -> tuple[tuple[int, float], ...]:
     """What --logit_bias says: ("42:-100", "7:1.5")."""
-    try:
-        return tuple((int(pair.split(":")[0]), float(pair.split(":")[1])) for pair in pairs)
-    except (ValueError, IndexError):
-        raise UserError(
-            f"--logit_bias={','.join(pairs)}: write token:bias, as in 42:-100,7:1.5"
-        ) from None
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        token, _, bias = pair.partition(":")
+        try:
+            found = int(token), float(bias)
+        except ValueError:
+            raise UserError(
+                f"--logit_bias={','.join(pairs)}: {pair!r} is no token:bias, as in 42:-100,7:1.5"
+            ) from None
+        if found[0] in biases:
+            raise UserError(f"--logit_bias={','.join(pairs)}: token {found[0]} is there twice")
+        biases[found[0]] = found[1]
+    return tuple(biases.items())
 
 
 def main() -> None:

@@ -30,7 +30,9 @@ SIGTERM lets running requests finish for --grace seconds.
 import dataclasses
 import logging
 import os
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -46,9 +48,10 @@ from dspark_jax.decoding.step_seconds import measure_steps
 from dspark_jax.models.drafters import AnyDrafter
 from dspark_jax.scheduling.by_name import HELP, read_policy
 from dspark_jax.scheduling.policy import BY_COSTS, Policy
-from dspark_jax.training.checkpoint import choose_step, load_drafter, read_record
+from dspark_jax.training.checkpoint import RunRecord, choose_step, load_drafter, read_record
 from dspark_jax.weights.fingerprint import check_same_target
 
+MOST_GRACE = 86400  # seconds
 INSTALL = "pip install -r requirements-serve.txt (or: pip install 'dspark_jax[serve]')"
 
 
@@ -79,11 +82,17 @@ def run(workdir: Path, options: Options) -> None:
         or a library that is missing.
     """
     try:
-        from dspark_jax.serving.server import serve
+        from dspark_jax.serving.server import reserved, serve
     except ImportError as error:
         raise UserError(f"serve needs {error.name}: {INSTALL}") from None
-    if options.grace < 0 or options.max_body_bytes < 1:
-        raise UserError("--grace must not be negative and --max_body_bytes at least 1")
+    if not 0 <= options.grace <= MOST_GRACE:
+        raise UserError(f"--grace={options.grace:g}: give 0 to {MOST_GRACE} seconds")
+    if options.max_body_bytes < 1:
+        raise UserError(f"--max_body_bytes={options.max_body_bytes}: give at least 1")
+    if options.max_tokens < 0:
+        raise UserError(
+            f"--max_new_tokens={options.max_tokens}: give 0 (what the context holds) or more"
+        )
     if options.host not in ("127.0.0.1", "localhost", "::1") and options.api_key is None:
         print(
             f"dspark_jax: --host={options.host} serves everybody who can reach it; "
@@ -92,6 +101,14 @@ def run(workdir: Path, options: Options) -> None:
         )
     record = read_record(workdir)
     options.engine.check(record.target_config.max_positions)
+    with reserved(options.host, options.port) as listening:
+        _serve(listening, serve, workdir, record, options)
+
+
+def _serve(
+    listening: socket.socket, serve: Callable, workdir: Path, record: RunRecord, options: Options
+) -> None:
+    """Loads and serves."""
     step = choose_step(workdir, options.step)
     policy = make_policy(options, workdir, step, record.config.drafter)  # before what takes long
     mesh = make_mesh(1, record.config.mesh.tp if jax.device_count() > 1 else 1)
@@ -107,7 +124,7 @@ def run(workdir: Path, options: Options) -> None:
         return make_engine(target, drafter, options, policy)
 
     name = options.name or Path(record.config.target).name
-    serve(make, target, mesh, name, options)
+    serve(listening, make, target, mesh, name, options)
 
 
 def make_policy(options: Options, workdir: Path, step: int, drafter: DrafterConfig) -> Policy:
@@ -159,6 +176,11 @@ def _api_key(path: str | None) -> str | None:
         raise UserError(f"--api_key_file={path}: cannot be read ({error})") from None
     if not key:
         raise UserError(f"--api_key_file={path}: the file is empty")
+    if not all("!" <= letter <= "~" for letter in key):
+        raise UserError(
+            f"--api_key_file={path}: no client could send it; give one line of ASCII letters, "
+            "digits and signs, without spaces"
+        )
     return key
 
 

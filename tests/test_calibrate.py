@@ -78,6 +78,14 @@ def test_what_calibrate_leaves(workdir):
     assert "chance" in calibrate.summary(made) and "slot 3" in calibrate.summary(made)
 
 
+def test_a_calibration_that_made_it_worse_says_so(workdir):
+    made = Calibration.read(workdir / "calibration.json", 3)
+    better = dataclasses.replace(made, before=dataclasses.replace(made.before, ece=(1.0,) * 3))
+    worse = dataclasses.replace(made, before=dataclasses.replace(made.before, ece=(0.0,) * 3))
+    assert "worse than the head as it was trained" in calibrate.summary(worse)
+    assert "worse" not in calibrate.summary(better)
+
+
 def test_halves_share_no_prompt():
     names = [f"p{i}" for i in range(21)]
     fit, heldout = halves(names)
@@ -283,8 +291,11 @@ def test_schedulers_by_name(workdir, tmp_path):
         ("fixed", {}, "write all"),
         ("fixed:x", {}, "x is no number"),
         ("fixed:4", {}, "the drafter proposes 3"),
-        ("fixed:0", {}, "at least one"),
-        ("threshold:1.5", {}, "0..1"),
+        ("fixed:0", {}, "write fixed:1 to fixed:3, or off"),
+        ("fixed:1.5", {}, "1.5 is no whole number"),
+        ("threshold:1.5", {}, "--scheduler=threshold:1.5: confidence is C from 0 to 1"),
+        ("threshold:nan", {}, "confidence is C from 0 to 1"),
+        ("load:0.7:0.2", {}, "confidence is 0 <= LOW <= HIGH <= 1"),
         ("threshold:0.5", {"has_confidence": False}, "confidence head"),
         ("threshold:0.5", {"step": 2}, "is of step 1, this is step 2"),
         ("hardware", {"proposals": 2}, "no .*costs.json|rounds with 3 drafts"),
@@ -310,8 +321,12 @@ def test_a_scheduler_changes_no_greedy_text(workdir, scheduler):
     "changes, said",
     [
         ({"temperature": -1.0}, "--temperature=-1"),
+        ({"top_p": 0.0}, "--top_p=0"),
+        ({"top_p": float("nan")}, "--top_p=nan"),
+        ({"record": False, "costs": False}, "nothing to do"),
         ({"rounds": 0}, "--rounds=0"),
         ({"batches": (0,)}, "--batches"),
+        ({"context": 256, "costs": True}, "--context=256: the target has only 256 positions"),
         ({"step": "9"}, "no checkpoint"),
         ({"prompts": ""}, "give --prompts=FILES"),
         ({"max_new_tokens": 300}, "only 256 positions"),

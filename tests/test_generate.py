@@ -224,11 +224,22 @@ def test_logits_that_are_not_finite_end_in_one_line(workdir, tmp_path):
         (
             "sun",
             {"logit_bias": ((272, 1.0),)},
-            "token 272 in row 0, the target has tokens 0 to 271",
+            "token 272, the target has tokens 0 to 271",
         ),
         ("sun", {"stop": ("",)}, "stop strings"),
+        ("sun", {"repetition_penalty": 1e-300}, "penalty is 1e-300, give 1e-06 to 1e"),
+        ("sun", {"scheduler": "fixed:2", "speculate": False}, "no drafts to choose from"),
     ],
 )
 def test_what_cannot_be_asked(workdir, text, options, expected):
     with pytest.raises(UserError, match=expected):
         ask(workdir, text, **options)
+
+
+def test_biases_of_the_command_line():
+    assert generate._biases(["42:-100", "7:1.5"]) == ((42, -100.0), (7, 1.5))
+    for pairs in (["abc"], ["42"], ["42:1:2"], ["x:1"], [""]):
+        with pytest.raises(UserError, match="is no token:bias, as in 42:-100"):
+            generate._biases(pairs)
+    with pytest.raises(UserError, match="token 42 is there twice"):
+        generate._biases(["42:1", "42:5"])

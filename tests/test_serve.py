@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,16 +24,20 @@ import numpy as np
 import pytest
 import tiny
 
+from dspark_jax import serve
+from dspark_jax.core.errors import UserError
 from dspark_jax.core.sharding import make_mesh, place
 from dspark_jax.data.chat import render_next
 from dspark_jax.data.conversation import Message
 from dspark_jax.data.opened import open_target
+from dspark_jax.decoding.engine import EngineOptions
 from dspark_jax.decoding.plain import generate_plain
 from dspark_jax.decoding.sampling import SamplingParams
 from dspark_jax.serving.asks import ApiError, parse_chat, parse_text
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
+reserved = pytest.importorskip("dspark_jax.serving.server").reserved
 
 KEY, NEW, CONTEXT = "a-key", 24, 128
 SUN = [{"role": "user", "content": "sun 1?"}]
@@ -79,6 +84,10 @@ CHAT = {"model": "m", "messages": SUN}
         ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options has x"),
         ({"temprature": 1}, "temprature is not supported"),
+        ({"logprobs": 0}, "logprobs=0 is not supported"),  # of text completions: log probabilities
+        ({"n": True}, "n=True is not supported"),
+        ({"repetition_penalty": 10**400}, "give a number, 1e-06 to 1e+06"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300, give a number"),
         ({"timeout": -1}, "timeout is -1"),
     ],
 )
@@ -329,6 +338,7 @@ def test_bad_requests_get_a_status_and_a_reason(server):
         (b"{", KEY, 400, "not JSON"),
         (b"[]", KEY, 400, "JSON object"),
         (b"[" * 100_000, KEY, 400, "not JSON"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', KEY, 400, "surrogate pair, '\\ud800'"),
         (b"x" * (1 << 21), KEY, 413, "larger than this server's 1048576 bytes"),
         (b"{}", None, 401, "none"),
     ]:
@@ -352,6 +362,49 @@ def test_metrics_and_health(server):
         families[f"dspark_{name}_tokens"].samples[0].value for name in ("verified", "accepted")
     )
     assert accepted <= verified
+
+
+def test_a_port_is_taken_at_once_and_open_later():
+    with reserved("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):  # nobody is kept waiting by a loading server
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        first.listen()
+        said = f"port {port}: .*in use; choose another --port"
+        with pytest.raises(UserError, match=said), reserved("127.0.0.1", port):
+            pass
+    for host, port, said in [
+        ("127.0.0.1", 70000, "--port=70000: give 0"),
+        ("127.0.0.1", -1, "--port=-1: give 0"),
+        ("no such host", 0, "--host=no such host: no such address"),
+    ]:
+        with pytest.raises(UserError, match=said), reserved(host, port):
+            pass
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"port": 65536}, "--port=65536"),
+        ({"grace": float("nan")}, "--grace=nan: give 0 to 86400"),
+        ({"grace": float("inf")}, "--grace=inf"),
+        ({"max_body_bytes": 0}, "--max_body_bytes=0: give at least 1"),
+        ({"max_tokens": -5}, "--max_new_tokens=-5"),
+        ({"engine": EngineOptions(rows=0, max_context=128)}, "rows is 0, give at least 1"),
+        ({"engine": EngineOptions(queue_limit=-1, max_context=128)}, "queue_limit is -1"),
+    ],
+)
+def test_what_cannot_be_served(folder, changes, said):
+    options = serve.Options(engine=EngineOptions(max_context=128))
+    with pytest.raises(UserError, match=said):
+        serve.run(folder / "run", dataclasses.replace(options, **changes))
+
+
+@pytest.mark.parametrize("key, said", [("", "empty"), ("caf\u00e9", "ASCII"), ("a\nb", "one line")])
+def test_keys_that_no_client_could_send(tmp_path, key, said):
+    (tmp_path / "key").write_text(key, encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        serve._api_key(str(tmp_path / "key"))
 
 
 @pytest.mark.slow

@@ -66,8 +66,9 @@ class EngineOptions:
 
     def check(self, max_positions: int) -> None:
         """Refuses, with a UserError, sizes that no target of so many positions can have."""
-        if min(self.rows, self.joins_per_step, self.queue_limit) < 1:
-            raise UserError("engine: rows, joins_per_step and queue_limit must be at least 1")
+        for name in ("rows", "joins_per_step", "queue_limit"):
+            if getattr(self, name) < 1:
+                raise UserError(f"engine: {name} is {getattr(self, name)}, give at least 1")
         if not 2 <= self.max_context <= max_positions:
             raise UserError(
                 f"engine: max_context {self.max_context}: must be 2 to the target's "

@@ -21,6 +21,8 @@ from dspark_jax.kernels.best_token import best_token
 
 NO_TOKEN = 2**31 - 1  # filler of `bias_ids`: beyond every vocabulary, where scatters drop it
 
+# Of repetition penalties, lowest and highest: logits stay finite in float32 whatever they are.
+PENALTIES = 1e-6, 1e6
 _BLOCK = 256  # tokens drawn from at a time, see `draw`
 _RANGES = {  # of each option: test, and what to give instead
     "temperature": (lambda x: (x >= 0) & np.isfinite(x), "0 (greedy) or more, and finite"),
@@ -28,7 +30,10 @@ _RANGES = {  # of each option: test, and what to give instead
     "top_p": (lambda x: (x > 0) & (x <= 1), "above 0 and at most 1 (off)"),
     "min_p": (lambda x: (x >= 0) & (x <= 1), "0 (off) to 1"),
     "seeds": (lambda x: (x >= 0) & (x < 2**32), "0 to 2**32-1"),
-    "repetition_penalty": (lambda x: (x > 0) & np.isfinite(x), "above 0 and finite, 1 is off"),
+    "repetition_penalty": (
+        lambda x: (x >= PENALTIES[0]) & (x <= PENALTIES[1]),
+        f"{PENALTIES[0]:g} to {PENALTIES[1]:g}, 1 is off",
+    ),
     "presence_penalty": (lambda x: (x >= -2) & (x <= 2), "-2 to 2, 0 is off"),
     "frequency_penalty": (lambda x: (x >= -2) & (x <= 2), "-2 to 2, 0 is off"),
     "min_tokens": (lambda x: (x >= 0) & (x < 2**31), "0 (off) or a positive count"),
@@ -307,18 +312,18 @@ def _biases(
     size = 1 << (most - 1).bit_length() if most else 0
     ids, values = np.full((batch, size), NO_TOKEN, np.int32), np.zeros((batch, size), np.float32)
     for row, bias in enumerate(biases):
+        where = f" in row {row}" if batch > 1 else ""
         for at, (token, value) in enumerate((bias or {}).items()):
             if vocab_size is None:
                 raise ValueError("logit_bias: say of which vocab_size")
             if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
                 raise UserError(
-                    f"sampling: logit_bias of token {token!r} in row {row}, the target has tokens "
-                    f"0 to {vocab_size - 1}"
+                    f"sampling: logit_bias of token {token!r}{where}, the target has tokens 0 to "
+                    f"{vocab_size - 1}"
                 )
             if not isinstance(value, int | float) or not -100 <= value <= 100:
                 raise UserError(
-                    f"sampling: logit_bias of token {token} is {value!r} in row {row}, give -100 "
-                    "to 100"
+                    f"sampling: logit_bias of token {token} is {value!r}{where}, give -100 to 100"
                 )
             ids[row, at], values[row, at] = token, value
     return ids, values
@@ -327,4 +332,5 @@ def _biases(
 def _require(name: str, column: np.ndarray, good: np.ndarray, wanted: str) -> None:
     if not good.all():
         row = int(np.argmin(good))
-        raise UserError(f"sampling: {name} is {column[row]} in row {row}, give {wanted}")
+        where = f" in row {row}" if good.any() else ""
+        raise UserError(f"sampling: {name} is {column[row]}{where}, give {wanted}")

@@ -53,7 +53,16 @@ def read_policy(
         values = [float(number) for number in numbers]
         length = int(numbers[0]) if kind == "fixed" else 0
     except ValueError:
-        raise UserError(f"--scheduler={text}: {':'.join(numbers)} is no number") from None
+        wanted = "whole number" if kind == "fixed" else "number"
+        raise UserError(f"--scheduler={text}: {':'.join(numbers)} is no {wanted}") from None
+    if kind in ("threshold", "load") and not (sorted(values) == values and _shares(values)):
+        wanted = "C from 0 to 1" if kind == "threshold" else "0 <= LOW <= HIGH <= 1"
+        raise UserError(f"--scheduler={text}: confidence is {wanted}")
+    if kind == "fixed" and not 1 <= length <= proposals:
+        raise UserError(
+            f"--scheduler={text}: the drafter proposes {proposals}; write fixed:1 to "
+            f"fixed:{proposals}, or off"
+        )
     fields = {}
     if kind == "threshold":
         fields = {"threshold": values[0], "highest": 1.0}
@@ -85,3 +94,7 @@ def read_policy(
     policy = Policy(kind, length, **fields)
     policy.check(has_confidence, proposals, measured_later)
     return policy
+
+
+def _shares(values: list[float]) -> bool:
+    return all(0 <= value <= 1 for value in values)  # NaN is none

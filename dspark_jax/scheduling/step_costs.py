@@ -78,7 +78,7 @@ class StepCosts:
         if self.device != here and not force:
             raise UserError(
                 f"{path}: costs of {self.device!r}, this is {here!r}; measure them here with "
-                "python -m dspark_jax.calibrate --norecord, or force them"
+                "python -m dspark_jax.calibrate --norecord, or take them with --force_costs"
             )
         if proposals not in (None, self.proposals):
             raise UserError(

@@ -20,6 +20,7 @@ from dspark_jax.serving.asks import ApiError, Ask, parse_chat, parse_text
 from dspark_jax.serving.metrics import exposition
 from dspark_jax.serving.service import Answering, Service
 
+_DROPPED = 64 << 20  # bytes of a body beyond the limit that are taken in before it is refused
 _FAILED = {  # what a client is told of an answer that did not come to its end
     Finish.DEADLINE: (504, "the answer was not finished within its timeout", "timeout"),
     Finish.CANCELLED: (503, "the server is stopping", "unavailable"),
@@ -115,23 +116,36 @@ def _authorise(request: Request, api_key: str | None) -> None:
 
 
 async def _json(request: Request, limit: int) -> Any:
-    """The body, as far as the limit allows."""
+    """The body, as far as the limit allows.
+
+    What is too much is still taken in, up to a bound, and dropped: a client that is cut off while
+    it sends would see a broken connection in place of the reason.
+    """
     too_much = ApiError(413, f"the body is larger than this server's {limit} bytes")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
+    if length.isdigit() and int(length) > limit + _DROPPED:
         raise too_much
-    body = bytearray()
+    body, size = bytearray(), 0
     try:
         async for part in request.stream():
-            body += part
-            if len(body) > limit:
+            size += len(part)
+            if size > limit + _DROPPED:
                 raise too_much
+            if size <= limit:
+                body += part
     except ClientDisconnect:
         raise ApiError(400, "the client left in the middle of its request") from None
+    if size > limit:
+        raise too_much
     try:
-        return json.loads(body)
+        found = json.loads(body)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # "\ud800" is JSON, but no text that could be answered
+        half = ascii(error.object[error.start])
+        raise ApiError(400, f"the body has half of a surrogate pair, {half}: no text") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
+    return found
 
 
 async def _unless_gone(request: Request, answer: Any) -> Response:

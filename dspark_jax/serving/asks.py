@@ -6,11 +6,11 @@ answer has to be finished). null stands for "not given" everywhere.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dspark_jax.data.conversation import Message
+from dspark_jax.decoding.sampling import PENALTIES
 
 
 class ApiError(Exception):
@@ -151,13 +151,12 @@ class _Fields:
             "seed": self.take("seed", _whole(0, 2**32 - 1)),
             "presence_penalty": self.take("presence_penalty", _number(-2, 2)),
             "frequency_penalty": self.take("frequency_penalty", _number(-2, 2)),
-            "repetition_penalty": self.take("repetition_penalty", _number(0, math.inf)),
+            "repetition_penalty": self.take("repetition_penalty", _number(*PENALTIES)),
             "min_tokens": self.take("min_tokens", _whole(0)),
             "logit_bias": self.take("logit_bias", _logit_bias),
         }
-        for name in ("top_p", "repetition_penalty"):
-            if given[name] == 0:
-                raise ApiError(400, f"{name} is 0, give more than that", name)
+        if given["top_p"] == 0:
+            raise ApiError(400, "top_p is 0, give more than that", "top_p")
         given["top_k"] = 0 if given["top_k"] == -1 else given["top_k"]  # vLLM's "off"
         sampling = Sampling(**{name: x for name, x in given.items() if x is not None})
         stream = bool(self.take("stream", _flag))
@@ -174,7 +173,7 @@ class _Fields:
         for name, value in self._left.items():
             if name not in _NOTHING:
                 raise ApiError(400, f"{name} is not supported by this server", name)
-            if value not in _NOTHING[name]:
+            if not any(type(x) is type(value) and x == value for x in _NOTHING[name]):  # 0 == False
                 raise ApiError(400, f"{name}={_short(value)} is not supported: leave it out", name)
         return Ask(model, prompt, sampling, max_tokens, stop, stream, usage, timeout)
 
@@ -209,9 +208,8 @@ def _object(value: Any, name: str) -> dict:
 def _number(low: float, high: float) -> Callable[[Any, str], float]:
     def check(value: Any, name: str) -> float:
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not low <= value <= high or math.isinf(value):
-            bound = f"{low} to {high}" if math.isfinite(high) else f"at least {low}"
-            raise _wrong(name, value, f"a number, {bound}")
+        if not good or not low <= value <= high:
+            raise _wrong(name, value, f"a number, {low:g} to {high:g}")
         return float(value)
 
     return check
