@@ -36,6 +36,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 
+from dspark_jax.core.allocator import keep_freed_memory
 from dspark_jax.core.command import run_main
 from dspark_jax.core.config import RunConfig, from_mapping
 from dspark_jax.core.errors import Terminated, UserError
@@ -372,6 +373,7 @@ def _draw(workdir: Path) -> None:
 
 def main() -> None:
     """Entry point."""
+    keep_freed_memory()
     _JOIN()
     config = from_mapping(RunConfig, _CONFIG.value.to_dict())
     values = run(config, Path(_WORKDIR.value))

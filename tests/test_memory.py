@@ -6,28 +6,35 @@ pytest tests/test_memory.py
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from test_step import LOSS, eight_rows
 from tiny_drafter import (
+    HIDDEN,
     first_micro,
     make_batch,
     make_drafter,
     make_head,
+    make_row,
     make_shape,
     random_weights,
 )
 
 from dspark_jax.core.config import RunConfig, TrainConfig, from_mapping
 from dspark_jax.core.errors import UserError
-from dspark_jax.core.sharding import make_mesh
+from dspark_jax.core.sharding import abstract, make_mesh, place
 from dspark_jax.core.trees import named, trainable
+from dspark_jax.models.drafters import new_drafter
+from dspark_jax.models.target import TargetHead
 from dspark_jax.training.anchors import make_blocks, sample_anchors, slot_weights
 from dspark_jax.training.losses import dspark_loss
-from dspark_jax.training.step import Recipe, TrainState, make_optimizer, train_step
+from dspark_jax.training.step import Recipe, TrainState, make_optimizer, state_of, train_step
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -163,3 +170,32 @@ def test_other_values_are_refused_by_name(change, expected):
     }
     with pytest.raises(UserError, match=expected):
         from_mapping(RunConfig, fields)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"vocab_size": 2500}, {"markov_head": "gated"}],
+    ids=["whole", "pruned", "gated"],
+)
+def test_a_step_never_holds_logits_of_all_slots(options):
+    """64 anchors of 4 slots, 3,000 tokens: every array of the program that XLA has made of a train
+    step, kernels' temporaries included, is smaller than a quarter of [slots, V]."""
+    vocab, length, anchors = 3000, 128, 64
+    shape = dataclasses.replace(make_shape(**options), vocab_size=vocab)
+    tx = make_optimizer(TrainConfig(), 100)
+
+    def state() -> TrainState:
+        return state_of(new_drafter(shape, rngs=nnx.Rngs(0)), tx=tx)
+
+    row = make_row((length,), range(4, length), seed=1, length=length)
+    batch = make_batch([row], pruned=shape.pruned)
+    table = place(np.ones((vocab, HIDDEN), np.float32), "vocab", "embed")
+    head = TargetHead(table, table)
+    recipe = Recipe(LOSS, anchors, chunk=16, seed=0)
+    lowered = train_step.lower(abstract(state), head, batch, tx=tx, recipe=recipe)
+    sizes = [
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", lowered.compile().as_text())
+    ]
+    logits = anchors * shape.config.block_size * shape.draft_vocab
+    assert 16 * shape.draft_vocab <= max(sizes) < logits / 4, max(sizes)

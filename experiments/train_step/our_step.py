@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dspark_jax.core.allocator import keep_freed_memory
 from dspark_jax.core.config import DataConfig, DrafterConfig, RunConfig, TrainConfig
 from dspark_jax.core.loss_config import LossConfig
 from dspark_jax.core.metrics import write_json
@@ -156,6 +157,7 @@ def prepare(folder: Path) -> None:
 def time_ours(folder: Path) -> None:
     """The worker of our side: FOLDER/ours.json."""
     began = time.perf_counter()
+    keep_freed_memory()  # as the command that trains does
     case, how = read_case(folder)
     target = load_target(resolve_target("smollm2"), "float32")
     config = config_of(case, target.config.vocab_size)
