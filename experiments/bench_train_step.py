@@ -11,9 +11,9 @@ are given, so no target runs.
 
 Each measurement is a process of its own, one at a time, ours and the peer's in turn, on --threads
 cores. The peer runs with glibc's allocator as it comes, and again with it tuned to keep what is
-freed (`TUNED` below), since on CPUs it spends much time in page faults otherwise. Times are medians
-over the steps of all processes of a side; memory is what the timed steps needed at most, and above
-what lay there between two steps.
+freed (`TUNED` below), since it spends much time in page faults otherwise; ours asks for that
+itself, as `dspark_jax.train` does. Times are medians over the steps of all processes of a side;
+memory is what the timed steps needed at most, and above what lay there between two steps.
 
 The share of the machine's rate is the time that the fewest FLOPs of a step (training/flops.py)
 take at the best rate that a matrix product in XLA reaches in the same run, over our time.
