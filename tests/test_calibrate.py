@@ -289,7 +289,7 @@ def test_schedulers_by_name(workdir, tmp_path):
     [
         ("fast", {}, "write all, off, fixed:N"),
         ("fixed", {}, "write all"),
-        ("fixed:x", {}, "x is no number"),
+        ("fixed:x", {}, "x is no whole number"),
         ("fixed:4", {}, "the drafter proposes 3"),
         ("fixed:0", {}, "write fixed:1 to fixed:3, or off"),
         ("fixed:1.5", {}, "1.5 is no whole number"),

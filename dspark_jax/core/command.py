@@ -79,9 +79,11 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
     An exception raised there would be printed and forgotten, so it is asked for again a little
     later.
     """
-    if frame is not None and frame.f_code.co_name == "_xla_gc_callback":
-        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
-        return
+    while frame is not None:  # this handler, too, may have been called from there
+        if frame.f_code.co_name == "_xla_gc_callback":
+            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+            return
+        frame = frame.f_back
     raise KeyboardInterrupt
 
 
