@@ -224,15 +224,17 @@ def _fit_slots(rounds: Rounds, grid: np.ndarray, bins: int, shifted: bool):
 
 
 def _offset(z: np.ndarray, so_far: np.ndarray, share: float) -> float:
-    """b such that the mean of so_far * sigmoid(z + b) is `share`, if in reach; by bisection."""
-    low, high = -FARTHEST, FARTHEST
-    for _ in range(36):
-        middle = (low + high) / 2
-        if np.mean(so_far * _sigmoid(z + middle)) < share:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    """b such that the mean of so_far * sigmoid(z + b) is `share`, if in reach; Newton's method."""
+    offset = 0.0
+    for _ in range(40):
+        each = _sigmoid(z + offset)
+        missing = share - np.mean(so_far * each)
+        slope = np.mean(so_far * each * (1 - each))
+        if abs(missing) < 1e-11 or abs(offset) == FARTHEST:
+            break
+        step = np.clip(missing / max(slope, 1e-9), -2.0, 2.0)  # it is no parabola
+        offset = float(np.clip(offset + step, -FARTHEST, FARTHEST))
+    return offset
 
 
 def fit_single(rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS) -> tuple[float, float]:
@@ -271,7 +273,7 @@ def calibrate(fit: Rounds, heldout: Rounds, bins: int = BINS) -> Calibration:
     if fit.slots != heldout.slots:
         raise UserError(f"calibration: rounds of {fit.slots} slots and of {heldout.slots}")
     heldout.check_every_slot("calibration, held-out rounds")
-    temperatures, offsets = fit_with_offsets(fit, bins=bins)
+    temperatures, offsets = fit_with_offsets(fit, GRID[::3], bins)
     alone, single = fit_temperatures(fit, bins=bins), fit_single(fit, GRID[::6], bins)
     return Calibration(
         temperatures=tuple(temperatures.tolist()),
