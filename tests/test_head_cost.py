@@ -27,7 +27,9 @@ def small(tmp_path, monkeypatch):
     return str(target)
 
 
-@pytest.mark.parametrize("temperature, vocab", [(0.0, 0), pytest.param(1.0, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "temperature, vocab", [(0.0, 0), pytest.param(1.0, 20, marks=pytest.mark.slow)]
+)
 def test_every_head_takes_its_turns(small, tmp_path, temperature, vocab):
     options = head_cost.dataclasses.replace(CASE, temperature=temperature, vocab=vocab)
     report = head_cost.run(small, tmp_path, options)
